@@ -1,0 +1,350 @@
+"""A persistent IPython in a sandbox, driven by ``jupyter_client`` over Unix sockets in a folder that both sides see.
+
+``SandboxProvisioner`` is what ``jupyter_client`` calls a kernel provisioner: it starts the kernel through the sandbox
+instead of as a subprocess. The client library alone would wait out its whole timeout for a kernel that is dead; here
+each wait also watches the process, so that a death is noticed when it happens and named by its signal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jupyter_client.asynchronous.client import AsyncKernelClient
+from jupyter_client.connect import KernelConnectionInfo
+from jupyter_client.kernelspec import KernelSpec
+from jupyter_client.manager import AsyncKernelManager
+from jupyter_client.provisioning.provisioner_base import KernelProvisionerBase
+
+from prorl_env.errors import InfraError, SessionDied
+from prorl_env.remote.bash import SpawnInside
+from prorl_env.remote.output import clip_text
+from prorl_env.remote.sandbox import CellResult
+from prorl_env.remote.spawn import Child
+from prorl_env.remote.waiting import first_of
+
+__all__ = ["KernelSession", "SandboxProvisioner"]
+
+_START_TIMEOUT_S = 30.0
+_INTERRUPT_GRACE_S = 2.0
+_COLOUR = re.compile(r"\x1b\[[0-9;:?]*[ -/]*[@-~]")
+_SIGNAL_HINTS = {signal.SIGKILL: " (often: out of memory)", signal.SIGSEGV: " (segmentation fault)"}
+
+
+class SandboxProvisioner(KernelProvisionerBase):
+    """Lets a ``jupyter_client`` kernel manager start its kernel in a sandbox.
+
+    It is given the sandbox's ``spawn`` through ``launch_kernel``'s keyword ``spawn_inside``; the connection files are
+    written by ``KernelSession``.
+    """
+
+    child: Child | None = None
+
+    @property
+    def has_process(self) -> bool:
+        """Whether a kernel has been started and not been cleaned up."""
+        return self.child is not None
+
+    async def poll(self) -> int | None:
+        """``None`` while the kernel lives, else its exit code."""
+        if self.child is None:
+            return 0
+        return self.child.exit_code.result() if self.child.exit_code.done() else None
+
+    async def wait(self) -> int | None:
+        """Wait for the kernel's end."""
+        return None if self.child is None else await asyncio.shield(self.child.exit_code)
+
+    async def send_signal(self, signum: int) -> None:
+        """Signal the kernel."""
+        if self.child is not None:
+            self.child.kill(signum)
+
+    async def kill(self, restart: bool = False) -> None:
+        """Kill the kernel."""
+        await self.send_signal(signal.SIGKILL)
+
+    async def terminate(self, restart: bool = False) -> None:
+        """End the kernel; there is nothing to be gentle about."""
+        await self.send_signal(signal.SIGKILL)
+
+    async def pre_launch(self, **kwargs: Any) -> dict[str, Any]:
+        """Nothing to prepare: the connection files are there already, and the host's environment is not passed on."""
+        return {**kwargs, "cmd": list(self.kernel_spec.argv)}
+
+    async def launch_kernel(self, cmd: list[str], **kwargs: Any) -> KernelConnectionInfo:
+        """Start the kernel process inside."""
+        self.child = await kwargs["spawn_inside"](cmd, kwargs["kernel_env"])
+        connection: KernelConnectionInfo = kwargs["connection"]
+        return connection
+
+    async def cleanup(self, restart: bool = False) -> None:
+        """Forget the process."""
+        self.child = None
+
+
+class KernelSession:
+    """One persistent IPython in a sandbox. Cells queue up; ``close`` may come at any time.
+
+    Args:
+        spawn: Starts a process in the sandbox.
+        env: The kernel's environment.
+        cwd: Where it starts.
+        outside: A folder of the host, short enough for socket paths …
+        inside: … and the same folder as the sandbox sees it.
+        output_chars: Characters of text kept of one cell.
+    """
+
+    def __init__(
+        self, spawn: SpawnInside, *, env: Mapping[str, str], cwd: str, outside: Path, inside: str, output_chars: int
+    ) -> None:
+        self._spawn = spawn
+        self._env = dict(env)
+        self._cwd = cwd
+        self._outside = outside
+        self._inside = inside
+        self._output_chars = output_chars
+        self._lock = asyncio.Lock()
+        self._generation = 0
+        self._manager: AsyncKernelManager | None = None
+        self._client: AsyncKernelClient | None = None
+        self._child: Child | None = None
+
+    async def run(self, code: str, *, timeout_s: float) -> CellResult:
+        """Run one cell; see ``Sandbox.run_cell``."""
+        async with self._lock:
+            restarted = self._child is not None and not self._child.alive
+            if self._child is None or not self._child.alive:
+                self.close()
+                await self._start()
+            cell = _Cell(self, code, timeout_s, self._output_chars, restarted_before=restarted)
+            try:
+                result = await cell.result()
+            except BaseException:
+                self.close()  # Cancelled in mid-cell: it must not run on into the next one.
+                raise
+            if result.restarted:
+                self.close()
+                await self._start()
+            return result
+
+    async def start(self) -> None:
+        """Start the kernel now instead of at the first cell.
+
+        Raises:
+            SessionDied: If it does not start.
+        """
+        async with self._lock:
+            if self._child is None:
+                await self._start()
+
+    def close(self) -> None:
+        """Kill the kernel and close its sockets. Safe to call twice."""
+        child, self._child = self._child, None
+        client, self._client = self._client, None
+        self._manager = None
+        if child is not None:
+            child.kill()
+        if client is not None:
+            client.stop_channels()
+            client.context.destroy(linger=0)
+
+    async def _start(self) -> None:
+        self._generation += 1
+        name = f"k{self._generation}-{os.urandom(2).hex()}"
+        spec = KernelSpec(
+            argv=["python3", "-m", "ipykernel_launcher", "-f", f"{self._inside}/{name}.json"],
+            language="python",
+            metadata={"kernel_provisioner": {"provisioner_name": "prorl-sandbox"}},
+        )
+        manager = AsyncKernelManager(
+            transport="ipc", ip=str(self._outside / name), connection_file=str(self._outside / f"{name}.host.json")
+        )
+        manager._kernel_spec = spec
+        for number, channel in enumerate(("shell", "iopub", "stdin", "hb", "control"), 1):
+            setattr(manager, f"{channel}_port", number)
+        manager.write_connection_file()
+        connection = manager.get_connection_info()
+        seen_inside = {**connection, "ip": f"{self._inside}/{name}", "key": manager.session.key.decode()}
+        inside_file = self._outside / f"{name}.json"
+        inside_file.touch(mode=0o600)
+        inside_file.write_text(json.dumps(seen_inside, default=str), "utf-8")
+        try:
+            await manager.start_kernel(
+                spawn_inside=self._spawn_kernel,
+                connection=connection,
+                kernel_env={**self._env, "JUPYTER_PLATFORM_DIRS": "1"},
+            )
+        except InfraError as error:
+            raise SessionDied(f"the IPython kernel did not start: {error.message}") from None
+        self._manager = manager
+        assert isinstance(manager.provisioner, SandboxProvisioner)
+        self._child = manager.provisioner.child
+        self._client = client = manager.client()
+        client.start_channels()
+        await self._until_ready(client)
+
+    async def _spawn_kernel(self, argv: list[str], env: Mapping[str, str]) -> Child:
+        log = os.open(self._outside / "kernel.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return await self._spawn(argv, env=env, fds={0: null, 1: log, 2: log}, terminal=None, cwd=self._cwd)
+        finally:
+            os.close(log)
+            os.close(null)
+
+    async def _until_ready(self, client: AsyncKernelClient) -> None:
+        assert self._child is not None
+        ready = asyncio.ensure_future(client.wait_for_ready(timeout=_START_TIMEOUT_S))
+        dead = asyncio.shield(self._child.exit_code)
+        try:
+            await first_of(ready, dead, timeout_s=_START_TIMEOUT_S + 5)
+            if not ready.done() or ready.exception() is not None:
+                raise SessionDied(f"the IPython kernel did not start: {self._last_words() or 'no answer from it'}")
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            ready.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await ready
+
+    def _last_words(self) -> str:
+        with contextlib.suppress(OSError):
+            lines = (self._outside / "kernel.log").read_text("utf-8", "replace").strip().splitlines()
+            return lines[-1] if lines else ""
+        return ""
+
+
+class _Cell:
+    """One cell from its start to its result."""
+
+    def __init__(
+        self, session: KernelSession, code: str, timeout_s: float, output_chars: int, *, restarted_before: bool
+    ) -> None:
+        assert session._client is not None
+        assert session._child is not None
+        self._client = session._client
+        self._child = session._child
+        self._code = code
+        self._timeout_s = timeout_s
+        self._output_chars = output_chars
+        self._outputs: list[dict[str, str]] = []
+        self._size = 0
+        self._status = "ok"
+        self._restarted_before = restarted_before
+
+    async def result(self) -> CellResult:
+        began = time.monotonic()
+        message_id = self._client.execute(self._code, allow_stdin=False)
+        listening = asyncio.ensure_future(self._listen(message_id))
+        dead = asyncio.shield(self._child.exit_code)
+        cause, restarted = "", False
+        try:
+            await first_of(listening, dead, timeout_s=self._timeout_s)
+            if not listening.done() and self._child.alive:
+                self._status = "timeout"
+                cause = f"the cell was interrupted after {self._timeout_s:g} s"
+                restarted = not await self._interrupt(listening, dead)
+                if restarted:
+                    cause += "; it ignored the interrupt, so the kernel was restarted and its variables are lost"
+            if not self._child.alive and not listening.done():
+                # What it printed last may still be under way.
+                await first_of(listening, timeout_s=0.05)
+            if not self._child.alive:
+                self._status, restarted = "died", True
+                cause = _death(self._child.exit_code.result()) + "; a new one was started and its variables are lost"
+        finally:
+            listening.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await listening
+        text, omitted = clip_text(_as_text(self._outputs), self._output_chars)
+        return CellResult(
+            status=self._status,
+            outputs=tuple(self._outputs),
+            text=text,
+            omitted_chars=omitted,
+            cause=cause,
+            restarted=restarted or self._restarted_before,
+            seconds=time.monotonic() - began,
+        )
+
+    async def _interrupt(self, listening: asyncio.Future[None], dead: asyncio.Future[int]) -> bool:
+        """True if the kernel came back to idle."""
+        self._child.kill(signal.SIGINT)
+        await first_of(listening, dead, timeout_s=_INTERRUPT_GRACE_S)
+        if listening.done() or not self._child.alive:
+            return True
+        self._child.kill(signal.SIGKILL)
+        await first_of(dead, timeout_s=2.0)
+        return False
+
+    async def _listen(self, message_id: str) -> None:
+        """Collect what the cell shows until the kernel says that it is idle again."""
+        while True:
+            message = await self._client.get_iopub_msg(timeout=None)
+            if message.get("parent_header", {}).get("msg_id") != message_id:
+                continue
+            content = message["content"]
+            match message["msg_type"]:
+                case "stream":
+                    self._add({"type": "stream", "name": content["name"], "text": content["text"]})
+                case "execute_result" | "display_data":
+                    kind = "result" if message["msg_type"] == "execute_result" else "display"
+                    self._add({"type": kind, **{mime: _plain(data) for mime, data in content["data"].items()}})
+                case "error":
+                    if self._status == "ok":
+                        self._status = "error"
+                    traceback = _COLOUR.sub("", "\n".join(content["traceback"]))
+                    self._add(
+                        {"type": "error", "name": content["ename"], "value": content["evalue"], "traceback": traceback}
+                    )
+                case "status" if content["execution_state"] == "idle":
+                    return
+                case _:
+                    pass
+
+    def _add(self, output: dict[str, str]) -> None:
+        self._size += sum(map(len, output.values()))
+        # Bounded: a cell that prints without end must not fill the node server. Errors always fit.
+        if self._size <= 64 * self._output_chars or output["type"] == "error":
+            self._outputs.append(output)
+
+
+def _plain(data: object) -> str:
+    return _COLOUR.sub("", data) if isinstance(data, str) else json.dumps(data)
+
+
+def _as_text(outputs: list[dict[str, str]]) -> str:
+    """As a terminal would show it: streams as they are, results and errors on lines of their own."""
+    parts: list[str] = []
+    for output in outputs:
+        match output["type"]:
+            case "stream":
+                parts.append(output["text"])
+                continue
+            case "error":
+                text = output["traceback"]
+            case _:
+                text = output.get("text/plain", f"<{', '.join(key for key in output if key != 'type')}>")
+        if parts and not parts[-1].endswith("\n"):
+            parts.append("\n")
+        parts.append(text + "\n")
+    return "".join(parts)
+
+
+def _death(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"the kernel exited with code {exit_code}"
+    with contextlib.suppress(ValueError):
+        number = signal.Signals(-exit_code)
+        return f"the kernel was killed by {number.name}{_SIGNAL_HINTS.get(number, '')}"
+    return f"the kernel was killed by signal {-exit_code}"
