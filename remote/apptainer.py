@@ -10,7 +10,7 @@ from pathlib import Path
 from prorl_env.config import SandboxSpec
 from prorl_env.errors import RuntimeUnavailable, UsageError
 from prorl_env.remote.hostroot import HOST
-from prorl_env.remote.runtimes import IO_DIR, Launch, missing_folders, overlay_stage, proc_masks
+from prorl_env.remote.runtimes import Launch, missing_folders, overlay_stage, proc_masks
 
 __all__ = ["Apptainer"]
 
@@ -56,10 +56,7 @@ class Apptainer:
         # With --writable, what is bound must be there.
         stage = (
             *overlay_stage(rootfs, scratch, size_bytes=spec.limits.scratch_bytes),
-            *(
-                ("mkdir", path)
-                for path in missing_folders(rootfs, ("run/prorl", "dev", "proc", "tmp", "root"), below="t/root")
-            ),
+            *(("mkdir", path) for path in missing_folders(rootfs, ("dev", "proc", "tmp", "root"), below="t/root")),
         )
         argv = (
             self.program,
@@ -76,7 +73,7 @@ class Apptainer:
             ),
             *("--cwd", "/", "--net", "--network", "none", "--hostname", "sandbox", "--dns", "127.0.0.1"),
             *("--no-mount", "sys,tmp,bind-paths", "--cleanenv"),
-            *("--bind", f"{scratch / 'io'}:{IO_DIR}", "--bind", f"{scratch / 't' / 'shm'}:/dev/shm"),
+            *("--bind", f"{scratch / 't' / 'shm'}:/dev/shm"),
             *(word for path in proc_masks() for word in ("--bind", f"{path}:{path}:ro")),
             *("--writable", str(scratch / "t" / "root")),
             *anchor,

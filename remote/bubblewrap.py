@@ -10,7 +10,7 @@ from pathlib import Path
 from prorl_env.config import SandboxSpec
 from prorl_env.errors import RuntimeUnavailable
 from prorl_env.remote.hostroot import HOST, host_binds
-from prorl_env.remote.runtimes import IO_DIR, Launch, overlay_stage, proc_masks
+from prorl_env.remote.runtimes import Launch, overlay_stage, proc_masks
 
 __all__ = ["Bubblewrap"]
 
@@ -77,7 +77,6 @@ class Bubblewrap:
             *root,
             *("--proc", "/proc", "--dev", "/dev", *shm),
             *(word for path in proc_masks() for word in ("--ro-bind", path, path)),
-            *("--dir", IO_DIR, "--bind", str(scratch / "io"), IO_DIR),
             *("--chdir", "/", "--"),
             *anchor,
         )

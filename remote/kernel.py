@@ -1,4 +1,4 @@
-"""A persistent IPython in a sandbox, driven by ``jupyter_client`` over Unix sockets in a folder that both sides see.
+"""A persistent IPython in a sandbox, driven by ``jupyter_client`` over Unix sockets that the kernel opens inside.
 
 ``SandboxProvisioner`` is what ``jupyter_client`` calls a kernel provisioner: it starts the kernel through the sandbox
 instead of as a subprocess. The client library alone would wait out its whole timeout for a kernel that is dead; here
@@ -14,7 +14,8 @@ import os
 import re
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +23,24 @@ from jupyter_client.asynchronous.client import AsyncKernelClient
 from jupyter_client.connect import KernelConnectionInfo
 from jupyter_client.kernelspec import KernelSpec
 from jupyter_client.manager import AsyncKernelManager
+from jupyter_client.provisioning.factory import KernelProvisionerFactory
 from jupyter_client.provisioning.provisioner_base import KernelProvisionerBase
 
 from prorl_env.errors import InfraError, SessionDied
 from prorl_env.remote.bash import SpawnInside
 from prorl_env.remote.output import clip_text
+from prorl_env.remote.pipes import Drain
 from prorl_env.remote.sandbox import CellResult
 from prorl_env.remote.spawn import Child
 from prorl_env.remote.waiting import first_of
 
 __all__ = ["KernelSession", "SandboxProvisioner"]
 
+_ENTRY_POINT = EntryPoint(
+    "prorl-sandbox", "prorl_env.remote.kernel:SandboxProvisioner", KernelProvisionerFactory.GROUP_NAME
+)
 _START_TIMEOUT_S = 30.0
+_LOG_BYTES = 8192
 _INTERRUPT_GRACE_S = 2.0
 _COLOUR = re.compile(r"\x1b\[[0-9;:?]*[ -/]*[@-~]")
 _SIGNAL_HINTS = {signal.SIGKILL: " (often: out of memory)", signal.SIGSEGV: " (segmentation fault)"}
@@ -98,14 +105,27 @@ class KernelSession:
         spawn: Starts a process in the sandbox.
         env: The kernel's environment.
         cwd: Where it starts.
-        outside: A folder of the host, short enough for socket paths …
-        inside: … and the same folder as the sandbox sees it.
+        write_file: Writes a file in the sandbox: ``write_file(path, data, mode)``.
+        private: A folder that the sandbox cannot see.
+        outside: The folder for sockets as the host sees it …
+        inside: … and as the sandbox does. It is the agent's to change: nothing is opened there but sockets.
         output_chars: Characters of text kept of one cell.
     """
 
     def __init__(
-        self, spawn: SpawnInside, *, env: Mapping[str, str], cwd: str, outside: Path, inside: str, output_chars: int
+        self,
+        spawn: SpawnInside,
+        *,
+        write_file: Callable[[str, bytes, int], Awaitable[None]],
+        env: Mapping[str, str],
+        cwd: str,
+        private: Path,
+        outside: str,
+        inside: str,
+        output_chars: int,
     ) -> None:
+        self._write_file = write_file
+        self._private = private
         self._spawn = spawn
         self._env = dict(env)
         self._cwd = cwd
@@ -117,6 +137,7 @@ class KernelSession:
         self._manager: AsyncKernelManager | None = None
         self._client: AsyncKernelClient | None = None
         self._child: Child | None = None
+        self._log: Drain | None = None
 
     async def run(self, code: str, *, timeout_s: float) -> CellResult:
         """Run one cell; see ``Sandbox.run_cell``."""
@@ -153,6 +174,8 @@ class KernelSession:
         self._manager = None
         if child is not None:
             child.kill()
+        if self._log is not None:
+            self._log.close()
         if client is not None:
             client.stop_channels()
             client.context.destroy(linger=0)
@@ -163,20 +186,20 @@ class KernelSession:
         spec = KernelSpec(
             argv=["python3", "-m", "ipykernel_launcher", "-f", f"{self._inside}/{name}.json"],
             language="python",
-            metadata={"kernel_provisioner": {"provisioner_name": "prorl-sandbox"}},
+            metadata={"kernel_provisioner": {"provisioner_name": _ENTRY_POINT.name}},
         )
         manager = AsyncKernelManager(
-            transport="ipc", ip=str(self._outside / name), connection_file=str(self._outside / f"{name}.host.json")
+            transport="ipc", ip=f"{self._outside}/{name}", connection_file=str(self._private / f"{name}.json")
         )
         manager._kernel_spec = spec
+        # Also where the package is not installed but on PYTHONPATH, so that nobody has read its entry points.
+        KernelProvisionerFactory.instance().provisioners.setdefault(_ENTRY_POINT.name, _ENTRY_POINT)
         for number, channel in enumerate(("shell", "iopub", "stdin", "hb", "control"), 1):
             setattr(manager, f"{channel}_port", number)
-        manager.write_connection_file()
         connection = manager.get_connection_info()
+        manager.write_connection_file()
         seen_inside = {**connection, "ip": f"{self._inside}/{name}", "key": manager.session.key.decode()}
-        inside_file = self._outside / f"{name}.json"
-        inside_file.touch(mode=0o600)
-        inside_file.write_text(json.dumps(seen_inside, default=str), "utf-8")
+        await self._write_file(f"{self._inside}/{name}.json", json.dumps(seen_inside, default=str).encode(), 0o600)
         try:
             await manager.start_kernel(
                 spawn_inside=self._spawn_kernel,
@@ -193,12 +216,13 @@ class KernelSession:
         await self._until_ready(client)
 
     async def _spawn_kernel(self, argv: list[str], env: Mapping[str, str]) -> Child:
-        log = os.open(self._outside / "kernel.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        log_out, log_in = os.pipe()
         null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        self._log = Drain(log_out, _LOG_BYTES)
         try:
-            return await self._spawn(argv, env=env, fds={0: null, 1: log, 2: log}, terminal=None, cwd=self._cwd)
+            return await self._spawn(argv, env=env, fds={0: null, 1: log_in, 2: log_in}, terminal=None, cwd=self._cwd)
         finally:
-            os.close(log)
+            os.close(log_in)
             os.close(null)
 
     async def _until_ready(self, client: AsyncKernelClient) -> None:
@@ -218,10 +242,9 @@ class KernelSession:
                 await ready
 
     def _last_words(self) -> str:
-        with contextlib.suppress(OSError):
-            lines = (self._outside / "kernel.log").read_text("utf-8", "replace").strip().splitlines()
-            return lines[-1] if lines else ""
-        return ""
+        said = self._log.close()[0].decode("utf-8", "replace") if self._log is not None else ""
+        lines = [line for line in said.splitlines() if line.strip() and "debugpy" not in line]
+        return lines[-1] if lines else ""
 
 
 class _Cell:
@@ -244,7 +267,8 @@ class _Cell:
 
     async def result(self) -> CellResult:
         began = time.monotonic()
-        message_id = self._client.execute(self._code, allow_stdin=False)
+        # Without stop_on_error=False a kernel skips what comes right after a cell that raised, and says nothing.
+        message_id = self._client.execute(self._code, allow_stdin=False, stop_on_error=False)
         listening = asyncio.ensure_future(self._listen(message_id))
         dead = asyncio.shield(self._child.exit_code)
         cause, restarted = "", False

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import select
 import signal
 import stat
 import time
@@ -17,8 +16,8 @@ from prorl_env.config import Limits, SandboxSpec
 from prorl_env.errors import InfraError, SandboxDied, SandboxStartFailed, UsageError
 from prorl_env.remote.bash import BashSession
 from prorl_env.remote.hostroot import HOST, HOST_PATH
-from prorl_env.remote.output import HeadTail
-from prorl_env.remote.processes import innermost, kill_tree
+from prorl_env.remote.pipes import Drain, Feed
+from prorl_env.remote.processes import descendants, describe, innermost, kill_tree
 from prorl_env.remote.runtimes import IO_DIR, Runtime
 from prorl_env.remote.sandbox import BashResult, CellResult, ExecResult
 from prorl_env.remote.spawn import DEFAULT_PATH, Child, Spawner
@@ -33,11 +32,12 @@ T = TypeVar("T")
 # open. Before that it execs itself with an empty environment, which else would tell of the host (APPTAINER_… in
 # /proc/1/environ).
 _ANCHOR = (
-    'mkdir -p -- "$1" "$2" /tmp && chmod 1777 /tmp /dev/shm && echo ready && exec >/dev/null 2>&1 '
-    '&& trap "" HUP INT TERM QUIT && while IFS= read -r _; do :; done'
+    'mkdir -p -- "$1" "$2" "$3" /tmp && chmod 1777 /tmp /dev/shm && chmod 700 "$3" && echo ready '
+    '&& exec >/dev/null 2>&1 && trap "" HUP INT TERM QUIT && while IFS= read -r _; do :; done'
 )
 _CLEAR = 'PATH=/usr/sbin:/usr/bin:/sbin:/bin; export PATH; exec -c /bin/bash -c "PATH=$PATH; $0" anchor "$@"'
 _HOME = "/root"
+_STOP_S = 10.0
 _READ = (
     'if [ -d "$1" ]; then echo "it is a folder" >&2; exit 1; fi; '
     'n=$(wc -c < "$1") || exit 1; if [ "$n" -gt "$2" ]; then echo "it has $n bytes" >&2; exit 1; fi; exec cat < "$1"'
@@ -136,7 +136,10 @@ class LocalSandbox:
                 self._spawn_inside,
                 env=self._env,
                 cwd=self.spec.workdir,
-                outside=self._scratch / "io",
+                write_file=self._write,
+                private=self._scratch,
+                # The folder as the host sees it, through the root of the sandbox's first process.
+                outside=f"/proc/{self._init_pid}/root{IO_DIR}",
                 inside=IO_DIR,
                 output_chars=self.spec.limits.output_bytes,
             )
@@ -153,8 +156,11 @@ class LocalSandbox:
 
     async def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         """See ``Sandbox``."""
+        await self._guard(self._write(path, data, mode))
+
+    async def _write(self, path: str, data: bytes, mode: int) -> None:
         argv = ["bash", "-c", _WRITE, "write", path, f"{stat.S_IMODE(mode):o}"]
-        done = await self._guard(self._exec(argv, data, {}, self.spec.workdir, 30.0, 65536))
+        done = await self._exec(argv, data, {}, self.spec.workdir, 30.0, 65536)
         if done.exit_code != 0:
             raise UsageError(f"cannot write {path} in the sandbox: {_last_line(done)}")
 
@@ -172,9 +178,8 @@ class LocalSandbox:
     # ------------------------------------------------------------------ start and end
 
     async def _come_up(self) -> None:
-        io = self._scratch / "io"
-        io.mkdir(parents=True, mode=0o700)
-        anchor = ("/bin/bash", "-c", _CLEAR, _ANCHOR, self.spec.workdir, _HOME)
+        self._scratch.mkdir(mode=0o700)
+        anchor = ("/bin/bash", "-c", _CLEAR, _ANCHOR, self.spec.workdir, _HOME, IO_DIR)
         launch = self._launcher.launch(
             image=self.image, rootfs=self._rootfs, scratch=self._scratch, spec=self.spec, anchor=anchor
         )
@@ -205,13 +210,7 @@ class LocalSandbox:
 
     async def _until_ready(self, ready_fd: int, outer: Child) -> bytes:
         os.set_blocking(ready_fd, False)
-        loop = asyncio.get_running_loop()
-        readable: asyncio.Future[None] = loop.create_future()
-        loop.add_reader(ready_fd, _resolve, readable)
-        try:
-            await first_of(readable, outer.exit_code, timeout_s=self.spec.start_timeout_s)
-        finally:
-            loop.remove_reader(ready_fd)
+        await _until_readable(ready_fd, outer.exit_code, timeout_s=self.spec.start_timeout_s)
         try:
             return os.read(ready_fd, 64)
         except BlockingIOError:
@@ -234,27 +233,25 @@ class LocalSandbox:
         if self._keep_alive != -1:
             os.close(self._keep_alive)
             self._keep_alive = -1
-        alive = []
+        left: list[str] = []
         if self._outer is not None:
             if self._init_pidfd != -1:
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(self._init_pidfd, signal.SIGKILL)
             self._outer.kill()
-            if not await first_of(self._outer.exit_code, timeout_s=5.0):
-                alive.append(self._outer.pid)
+            if not await first_of(self._outer.exit_code, timeout_s=_STOP_S):
+                left.append(describe(self._outer.pid))
         if self._init_pidfd != -1:
             # Readable once the first process inside is gone, and the kernel lets that happen only after all the others.
-            if not await asyncio.to_thread(select.select, [self._init_pidfd], [], [], 5.0) or _is_alive(
-                self._init_pidfd
-            ):
-                alive.append(self._init_pid)
+            if not await _until_readable(self._init_pidfd, timeout_s=_STOP_S):
+                left += [describe(pid) for pid in (self._init_pid, *descendants(self._init_pid))]
             os.close(self._init_pidfd)
             self._init_pidfd = -1
         await asyncio.to_thread(remove_tree, str(self._scratch))
-        if alive or self._scratch.exists():
-            raise InfraError(
-                f"sandbox {self.sandbox_id} left behind: processes {alive}, folder {self._scratch.exists()}"
-            )
+        if self._scratch.exists():
+            left.append(str(self._scratch))
+        if left:
+            raise InfraError(f"sandbox {self.sandbox_id} left behind: {', '.join(left)}")
 
     # ------------------------------------------------------------------ running things
 
@@ -325,8 +322,8 @@ class LocalSandbox:
                 _close(*pair)
             raise
         _close(in_out, out_in, err_in)
-        out, err = _Drain(out_out, keep), _Drain(err_out, keep)
-        feed = _Feed(in_in, stdin)
+        out, err = Drain(out_out, keep), Drain(err_out, keep)
+        feed = Feed(in_in, stdin)
         timed_out = False
         try:
             timed_out = not await first_of(child.exit_code, timeout_s=timeout_s)
@@ -349,66 +346,6 @@ class LocalSandbox:
         )
 
 
-class _Drain:
-    """Reads a pipe into a ``HeadTail`` until ``close``, which takes what is there and does not wait for more."""
-
-    def __init__(self, fd: int, keep: int) -> None:
-        self._fd = fd
-        self._kept = HeadTail(keep)
-        self._loop = asyncio.get_running_loop()
-        self._open = True
-        os.set_blocking(fd, False)
-        self._loop.add_reader(fd, self._read)
-
-    def _read(self) -> bool:
-        try:
-            data = os.read(self._fd, 262_144)
-        except BlockingIOError:
-            return False
-        if not data:
-            self._loop.remove_reader(self._fd)
-            return False
-        self._kept.add(data)
-        return True
-
-    def close(self) -> tuple[bytes, int]:
-        # What the program wrote before its end is in the pipe, which holds at most 1 MiB; a daemon may go on writing.
-        for _ in range(8):
-            if not self._read():
-                break
-        self._loop.remove_reader(self._fd)
-        os.close(self._fd)
-        return self._kept.result()
-
-
-class _Feed:
-    """Writes bytes into a pipe, then closes it."""
-
-    def __init__(self, fd: int, data: bytes) -> None:
-        self._fd = fd
-        self._left = memoryview(data)
-        self._loop = asyncio.get_running_loop()
-        os.set_blocking(fd, False)
-        self._write()
-
-    def _write(self) -> None:
-        try:
-            while self._left:
-                self._left = self._left[os.write(self._fd, self._left) :]
-        except BlockingIOError:
-            self._loop.add_writer(self._fd, self._write)
-            return
-        except BrokenPipeError:
-            pass
-        self.close()
-
-    def close(self) -> None:
-        if self._fd != -1:
-            self._loop.remove_writer(self._fd)
-            os.close(self._fd)
-            self._fd = -1
-
-
 def _rlimits(limits: Limits) -> dict[str, int]:
     return {
         "NPROC": limits.processes,
@@ -419,13 +356,20 @@ def _rlimits(limits: Limits) -> dict[str, int]:
     }
 
 
+async def _until_readable(fd: int, *others: asyncio.Future[Any], timeout_s: float) -> bool:
+    """Wait until there is something to read (or one of ``others`` is done); False at the timeout."""
+    loop = asyncio.get_running_loop()
+    readable: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(fd, _resolve, readable)
+    try:
+        return await first_of(readable, *others, timeout_s=timeout_s)
+    finally:
+        loop.remove_reader(fd)
+
+
 def _resolve(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
-
-
-def _is_alive(pidfd: int) -> bool:
-    return not select.select([pidfd], [], [], 0)[0]
 
 
 def _close(*fds: int) -> None:

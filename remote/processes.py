@@ -11,6 +11,7 @@ from pathlib import Path
 __all__ = [
     "children",
     "descendants",
+    "describe",
     "innermost",
     "kill_tree",
     "now_ticks",
@@ -36,6 +37,15 @@ def children(pid: int) -> list[int]:
     except OSError:
         return []
     return found
+
+
+def describe(pid: int) -> str:
+    """A process in words, for an error message."""
+    with contextlib.suppress(OSError):
+        name = Path(f"/proc/{pid}/comm").read_text("utf-8", "replace").strip()
+        fields = _stat(pid)
+        return f"process {pid} ({name}, state {fields[0] if fields else '?'})"
+    return f"process {pid} (gone)"
 
 
 def descendants(pid: int, *, since: int = 0) -> list[int]:

@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 IO_DIR = "/run/prorl"
-"""Where a sandbox sees the folder that it shares with its node server."""
+"""A folder in each sandbox for the sockets of its kernels. Nothing of the host's is mounted there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class Runtime(Protocol):
         ...
 
     def launch(self, *, image: str, rootfs: Path, scratch: Path, spec: SandboxSpec, anchor: tuple[str, ...]) -> Launch:
-        """The command line. ``scratch`` is an empty private folder, with ``scratch/io`` to be seen as ``IO_DIR``.
+        """The command line. ``scratch`` is an empty private folder, which the sandbox must not see.
 
         Raises:
             UsageError: If the runtime cannot use this image.

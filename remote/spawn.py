@@ -72,6 +72,7 @@ class Spawner:
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             cwd="/",
+            env={},  # It has no use for ours, and must not be able to pass it on.
         )
         theirs.close()
         return cls(ours, process)

@@ -39,7 +39,8 @@ NAMESPACES = {"user": 0x10000000, "mnt": 0x00020000, "pid": 0x20000000, "net": 0
               "uts": 0x04000000, "cgroup": 0x02000000}  # fmt: skip
 CLONE_PARENT = 0x00008000
 SYS_CLONE = {"x86_64": 56, "aarch64": 220}.get(os.uname().machine)
-PR_SET_PDEATHSIG, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = 1, 24, 38, 47
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = 1, 4, 24, 38, 47
+SYS_KEYCTL = {"x86_64": 250, "aarch64": 219}.get(os.uname().machine)
 SYS_CAPSET = {"x86_64": 126, "aarch64": 91}.get(os.uname().machine)
 
 # PyDLL, not CDLL: the call must not let go of the interpreter lock around a fork.
@@ -172,6 +173,9 @@ def start(request: dict[str, Any], fds: list[int]) -> int:
 def join_and_clone(request: dict[str, Any], fds: list[int], errors_out: int) -> NoReturn:
     """Enter the namespaces of ``request["join"]`` and make a sibling there, so that the spawner is its parent."""
     try:
+        # From inside, this process can be seen from now on. Nobody may look into it (its memory, environment and
+        # descriptors are the host's) until it has become the program.
+        check(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl")
         target = request["join"]
         flags = 0
         for name, flag in NAMESPACES.items():
@@ -183,6 +187,7 @@ def join_and_clone(request: dict[str, Any], fds: list[int], errors_out: int) -> 
         if not flags & NAMESPACES["user"]:
             raise OSError(f"process {target} is not in a user namespace of its own")
         check(libc.setns(os.pidfd_open(target), flags), "setns")
+        check(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl")  # A change of credentials has reset it.
         # A pid namespace holds from the next process on. CLONE_PARENT makes that a child of the spawner itself.
         pid = libc.syscall(SYS_CLONE, CLONE_PARENT | signal.SIGCHLD, 0, 0, 0, 0)
         check(pid, "clone")
@@ -216,8 +221,10 @@ def become(request: dict[str, Any], fds: list[int], errors_out: int, *, confined
             os.chdir(request["cwd"])
         if request["stage"] is not None:
             set_stage(request["stage"])
+        libc.syscall(SYS_KEYCTL, 1, None)  # KEYCTL_JOIN_SESSION_KEYRING: the host's keys stay out of reach
         if confined:
             give_up_privileges()
+            check(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl")
         # The death signal is cleared by a change of credentials, so it comes last.
         check(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
         execute(request["argv"], request["env"], request["path"])
