@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -70,7 +71,7 @@ class SandboxEnv(gym.Env[Observation, str]):
     ) -> None:
         if isinstance(max_turns, bool) or not isinstance(max_turns, int) or max_turns < 1:
             raise ConfigError(f"max_turns must be a whole number of at least 1, got {max_turns!r}")
-        if runtime not in RUNTIMES and not is_address(runtime):
+        if not isinstance(runtime, str) or (runtime not in RUNTIMES and not is_address(runtime)):
             raise UnknownRuntime(
                 f"There is no runtime {runtime!r}; there are {', '.join(RUNTIMES)}, or the address of a node server."
             )
@@ -89,6 +90,7 @@ class SandboxEnv(gym.Env[Observation, str]):
         self._episode: Episode | None = None
         self._transcript: list[Message] = []
         self._closed = False
+        self._pid = os.getpid()
 
     @property
     def task(self) -> Task | None:
@@ -145,11 +147,14 @@ class SandboxEnv(gym.Env[Observation, str]):
         """
         if self._closed:
             raise EnvClosed("this environment has been closed")
-        if self._episode is None:
-            raise ResetNeeded("call reset() before step()")
+        episode = self._own_episode()
+        if episode is None:
+            raise ResetNeeded("call reset() before step(), in the process that steps")
         if isinstance(action, str) and not self.action_space.contains(action):
             raise ActionError(f"the action has {len(action)} characters, more than {self.action_space!r} allows")
-        result = portal().call(self._episode.turn(action))
+        result = portal().call(episode.turn(action))
+        if self._closed or episode is not self._episode:
+            raise EnvClosed("the environment was closed or reset while this step was in flight")
         self._transcript += [Message(role="assistant", content=action), *result.messages]
         return self._transition(result)
 
@@ -162,11 +167,17 @@ class SandboxEnv(gym.Env[Observation, str]):
     def close(self) -> None:
         """Stop the sandbox. Safe to call twice, and before ``reset``."""
         self._closed = True
-        episode, self._episode = self._episode, None
+        episode, self._episode = self._own_episode(), None
         if episode is not None:
             portal().call(episode.cancel(detail="the environment was closed"))
 
+    def _own_episode(self) -> Episode | None:
+        """The current episode, unless this process has inherited it by a fork: then it is the parent's, who goes on."""
+        return self._episode if self._pid == os.getpid() else None
+
     def _choose(self, options: dict[str, Any] | None) -> Task:
+        if options is not None and not isinstance(options, dict):
+            raise ConfigError(f"options must be a dict, not {type(options).__name__}")
         options = dict(options or {})
         task_id = options.pop("task_id", None)
         if options:
@@ -179,12 +190,12 @@ class SandboxEnv(gym.Env[Observation, str]):
         return task
 
     async def _restart(self, services: Services, task: Task) -> None:
-        previous, self._episode = self._episode, None
+        previous, self._episode = self._own_episode(), None
         if previous is not None:
             await previous.cancel(detail="reset() was called")
         episode = Episode(task, self.handler, services, self.runtime, self.sandbox_spec, self.timeouts, self.max_turns)
         self._transcript = list(await episode.start())
-        self._episode = episode
+        self._episode, self._pid = episode, os.getpid()
 
     def _transition(self, result: TurnResult) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
         assert self._episode is not None

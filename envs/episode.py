@@ -17,7 +17,7 @@ from prorl_env.config import SandboxSpec, Timeouts
 from prorl_env.envs.handler import Submission, TaskHandler
 from prorl_env.envs.services import Services
 from prorl_env.envs.tools import parse_tool_calls, run_tool
-from prorl_env.errors import ActionError, DeadlineExceeded, InfraError, InvalidTask, ProrlError, ResetNeeded
+from prorl_env.errors import ActionError, DeadlineExceeded, EnvClosed, InfraError, InvalidTask, ProrlError, ResetNeeded
 from prorl_env.remote.sandbox import Sandbox
 from prorl_env.types import Message, Outcome, Phase, Score, Task, ToolCall, ToolResult
 
@@ -183,14 +183,16 @@ class Episode:
                 self._seconds.teardown += time.monotonic() - began
 
     async def _run(self, call: ToolCall) -> ToolResult:
-        assert self.sandbox is not None
+        sandbox = self.sandbox
+        if sandbox is None:
+            raise EnvClosed("the episode was closed while a turn was in flight")
         left = self.timeouts.run_s - self._seconds.run
         if left <= 0:
             raise TimeoutError
         began = time.monotonic()
         try:
             async with asyncio.timeout(left + 1.0):
-                return await run_tool(call, self.sandbox, timeout_s=min(left, self.timeouts.tool_s))
+                return await run_tool(call, sandbox, timeout_s=min(left, self.timeouts.tool_s))
         finally:
             self._seconds.run += time.monotonic() - began
 
@@ -225,6 +227,8 @@ class Episode:
             outcome, detail = Outcome.INVALID_TASK, str(error)
         else:
             outcome, detail = Outcome.INFRA_ERROR, str(error)
+        if self.end is not None:  # Somebody has cancelled it, and what broke is what that broke.
+            return self.end
         self.end = EpisodeEnd(
             outcome=outcome, reward=None, detail=detail, answer=answer, timeout_phase=phase if timeout else None
         )

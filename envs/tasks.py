@@ -33,12 +33,14 @@ from typing import Any, NoReturn
 from prorl_env.errors import TaskFileError
 from prorl_env.types import Task
 
-__all__ = ["load_tasks", "sample_tasks", "task_hash"]
+__all__ = ["TaskSource", "load_tasks", "sample_tasks", "task_hash"]
 
 
-def load_tasks(
-    source: str | Path | Iterable[Task | Mapping[str, Any]], *, data_source: str | None = None
-) -> tuple[Task, ...]:
+TaskSource = str | Path | Iterable[Task | Mapping[str, Any]]
+"""What ``load_tasks`` takes: a JSON Lines file, or rows."""
+
+
+def load_tasks(source: TaskSource, *, data_source: str | None = None) -> tuple[Task, ...]:
     """Read tasks from a JSON Lines file, or from rows that are in memory already.
 
     A file is read line by line; blank lines and CRLF are fine. In errors about rows in memory, ``path`` is None and

@@ -76,7 +76,12 @@ TOOLS: Mapping[str, ToolSpec] = {
 
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
 _THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
-_EXAMPLE = '<tool_call>\n{"name": "execute_bash", "arguments": {"command": "ls"}}\n</tool_call>'
+_EXAMPLES = {
+    "execute_bash": {"command": "ls"},
+    "execute_ipython_cell": {"code": "6 * 7"},
+    "think": {"thought": "First I compute the sum."},
+    "finish": {"answer": "42"},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +107,17 @@ def parse_tool_calls(text: str, tools: tuple[str, ...]) -> Parsed:
     for number, match in enumerate(_CALL.finditer(without_thoughts(text)), 1):
         call = _parse_call(match.group(1).strip(), tools)
         if isinstance(call, str):
-            return Parsed(error=f"Tool call {number} was not run: {call} A correct call looks like this:\n{_EXAMPLE}")
+            example = write_tool_call(*_example_for(match.group(1), tools))
+            return Parsed(error=f"Tool call {number} was not run: {call} A correct call looks like this:\n{example}")
         calls.append(call)
     return Parsed(tuple(calls))
+
+
+def _example_for(body: str, tools: tuple[str, ...]) -> tuple[str, Mapping[str, str]]:
+    """A right call of the tool that was probably meant."""
+    named = [name for name in tools if f'"{name}"' in body[:200]]
+    name = (named or [name for name in _EXAMPLES if name in tools])[0]
+    return name, _EXAMPLES[name]
 
 
 def _parse_call(body: str, tools: tuple[str, ...]) -> ToolCall | str:

@@ -111,6 +111,6 @@ class Paths:
         """Read ``PRORL_ENV_HOME``, ``PRORL_ENV_RUN`` and ``XDG_CACHE_HOME``."""
         cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         return cls(
-            home=Path(environ.get("PRORL_ENV_HOME") or cache / "prorl-env"),
-            run=Path(environ.get("PRORL_ENV_RUN") or f"/tmp/prorl-{os.getuid()}"),
+            home=Path(environ.get("PRORL_ENV_HOME") or cache / "prorl-env").absolute(),
+            run=Path(environ.get("PRORL_ENV_RUN") or f"/tmp/prorl-{os.getuid()}").absolute(),
         )

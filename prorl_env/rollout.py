@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
 from prorl_env.config import SandboxSpec, Timeouts
 from prorl_env.envs.episode import Episode, EpisodeEnd
 from prorl_env.envs.handler import TaskHandler
 from prorl_env.envs.services import Services
+from prorl_env.envs.tasks import TaskSource, load_tasks
 from prorl_env.errors import ConfigError, InfraError
 from prorl_env.policies import ContextFull, Player, Policy
 from prorl_env.types import Message, Outcome, Task, Trajectory, Turn
@@ -48,7 +49,7 @@ class RolloutConfig:
 
 
 async def rollout(
-    tasks: Sequence[Task],
+    tasks: TaskSource,
     policy: Policy,
     *,
     handler: TaskHandler,
@@ -62,8 +63,11 @@ async def rollout(
 
     Raises:
         UsageError, SetupError: If tasks, policy or machine cannot be used; all episodes are stopped first.
+        NodeUnreachable: If nobody answers at the address ``config.runtime``.
     """
     config = config or RolloutConfig()
+    tasks = load_tasks(tasks)
+    await services.nodes.client(config.runtime)  # Nobody there: one error, not one for each episode.
     gate = asyncio.Semaphore(config.concurrency)
     began = time.monotonic()
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from gymnasium import spaces
-from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
+from gymnasium.vector.utils import batch_space, concatenate, create_empty_array
 
 __all__ = ["Unicode", "conversation_space"]
 
@@ -74,14 +74,10 @@ def conversation_space() -> spaces.Dict:
     return spaces.Dict({"messages": spaces.Sequence(message)})
 
 
+# ``iterate`` is not registered on purpose: gymnasium would then zip the characters of a batch's strings together.
 @batch_space.register(Unicode)
 def _batch_space(space: Unicode, n: int = 1) -> spaces.Tuple[Any]:
     return spaces.Tuple(Unicode(space.max_length) for _ in range(n))
-
-
-@iterate.register(Unicode)
-def _iterate(space: Unicode, items: Sequence[str]) -> Iterator[str]:  # type: ignore[misc]
-    return iter(items)
 
 
 @concatenate.register(Unicode)

@@ -226,6 +226,13 @@ async def _ipython_interrupts_at_the_deadline(s: Sandbox) -> None:
     _same((await s.run_cell("kept")).text, "5\n", "state after an interrupt")
 
 
+async def _ipython_kills_what_ignores_an_interrupt(s: Sandbox) -> None:
+    code = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\nwhile True: pass"
+    result = await s.run_cell(code, timeout_s=0.5)
+    _same((result.status, result.restarted), ("timeout", True), "status, restarted")
+    _same((await s.run_cell("'back'")).text, "'back'\n", "the next cell")
+
+
 async def _ipython_refuses_input(s: Sandbox) -> None:
     _same((await s.run_cell("input()", timeout_s=20)).status, "error", "input()")
 
@@ -268,6 +275,12 @@ async def _it_has_no_privileges(s: Sandbox) -> None:
     for line in done.stdout.decode().splitlines():
         name, value = line.split()
         _same(int(value, 16), 1 if name == "NoNewPrivs:" else 0, name)
+
+
+async def _no_user_namespace_can_be_made_inside(s: Sandbox) -> None:
+    # In one an agent would have capabilities again, and could mount cgroup file systems of the host's.
+    done = await s.exec(["bash", "-c", "unshare --user true || unshare --user --map-root-user true"])
+    _true(done.exit_code != 0, "unshare --user succeeded")
 
 
 async def _descriptors_of_the_host_are_not_inherited(s: Sandbox) -> None:
@@ -352,6 +365,7 @@ _SHARED = (
     _ipython_runs_the_cell_after_an_error,
     _ipython_notices_a_dead_kernel,
     _ipython_interrupts_at_the_deadline,
+    _ipython_kills_what_ignores_an_interrupt,
     _ipython_refuses_input,
     _files_are_written_and_read_exactly,
     _environment_is_the_specs_alone,
@@ -359,6 +373,7 @@ _SHARED = (
     _processes_are_its_own,
     _it_has_no_privileges,
     _descriptors_of_the_host_are_not_inherited,
+    _no_user_namespace_can_be_made_inside,
     _kernel_settings_cannot_be_written,
 )
 _ENDING = (

@@ -74,7 +74,7 @@ class Apptainer:
             *("--cwd", "/", "--net", "--network", "none", "--hostname", "sandbox", "--dns", "127.0.0.1"),
             *("--no-mount", "sys,tmp,bind-paths", "--cleanenv"),
             *("--bind", f"{scratch / 't' / 'shm'}:/dev/shm"),
-            *(word for path in proc_masks() for word in ("--bind", f"{path}:{path}:ro")),
+            *(word for source, path in proc_masks() for word in ("--bind", f"{source}:{path}:ro")),
             *("--writable", str(scratch / "t" / "root")),
             *anchor,
         )

@@ -46,6 +46,8 @@ STATUS_FD, TERMINAL_FD = 241, 242
 _LADDER = ((signal.SIGINT, 0.05), (signal.SIGTERM, 0.05))
 _LAST_GRACE_S = 0.1
 _REAP_S = 0.01
+_MAX_REPORT_BYTES = 8192
+"""More than a path can be long."""
 _ROWS, _COLUMNS = 50, 160
 
 SpawnInside = Callable[..., Awaitable[Child]]
@@ -66,6 +68,7 @@ class _Shell:
     status: int
     master: int
     slave: int
+    """A description of our own: what those inside do to theirs, e.g. make writing wait, does not reach us."""
     terminal_settings: list[object]
     terminal: PtyProcess
     closed: bool = False
@@ -166,11 +169,13 @@ class BashSession:
         finally:
             os.close(command_out)
             os.close(status_in)
+        own = os.open(os.ttyname(slave), os.O_RDWR | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)
+        os.close(slave)
         for fd in (master, status_out, command_in):
             os.set_blocking(fd, False)
         terminal = PtyProcess(child.pid, os.dup(master))
         terminal.setwinsize(_ROWS, _COLUMNS)
-        shell = _Shell(child, command_in, status_out, master, slave, settings, terminal)
+        shell = _Shell(child, command_in, status_out, master, own, settings, terminal)
         self._flags, self._last = "", 0
         self._shell = shell
         return shell
@@ -275,8 +280,11 @@ class _Run:
             *reports, self._status = self._status.split(b"\0")
             for report in reports:
                 parts = report.split(b" ", 3)
-                if len(parts) == 4 and parts[0] == self._id and parts[1].isdigit() and not self._reported.done():
+                if _is_report(parts, self._id) and not self._reported.done():
                     self._reported.set_result(parts)
+            if len(self._status) > _MAX_REPORT_BYTES:  # Not from our line: somebody inside floods the pipe.
+                self._status = b""
+                self._shell.child.kill()
             if not data:
                 self._loop.remove_reader(self._shell.status)
 
@@ -327,21 +335,20 @@ class _Run:
 
     async def _drain(self) -> None:
         """Take in all output that came before the end: write the mark after it and read up to there."""
-        os.set_blocking(self._shell.slave, False)
-        try:
-            with contextlib.suppress(termios.error):
-                termios.tcflow(self._shell.slave, termios.TCOON)
-            for _ in range(100):
-                if self._shell.closed:
-                    return
-                with contextlib.suppress(BlockingIOError):
-                    os.write(self._shell.slave, self._mark)
-                    break
-                await asyncio.sleep(0.001)  # The terminal is full; the reader is emptying it.
-            await first_of(self._marked, timeout_s=2.0)
-        finally:
-            if not self._shell.closed:
-                os.set_blocking(self._shell.slave, True)
+        with contextlib.suppress(OSError, termios.error):
+            termios.tcflow(self._shell.slave, termios.TCOON)
+        for _ in range(100):
+            if self._shell.closed:
+                return
+            with contextlib.suppress(BlockingIOError):
+                os.write(self._shell.slave, self._mark)
+                break
+            await asyncio.sleep(0.001)  # The terminal is full; the reader is emptying it.
+        await first_of(self._marked, timeout_s=2.0)
+
+
+def _is_report(parts: list[bytes], request_id: bytes) -> bool:
+    return len(parts) == 4 and parts[0] == request_id and parts[1].isdigit() and len(parts[1]) <= 3
 
 
 def _quoted(command: bytes) -> bytes:

@@ -10,7 +10,7 @@ from pathlib import Path
 from prorl_env.config import SandboxSpec
 from prorl_env.errors import RuntimeUnavailable
 from prorl_env.remote.hostroot import HOST, host_binds
-from prorl_env.remote.runtimes import Launch, overlay_stage, proc_masks
+from prorl_env.remote.runtimes import QUOTAS, Launch, overlay_stage, proc_masks
 
 __all__ = ["Bubblewrap"]
 
@@ -48,13 +48,13 @@ class Bubblewrap:
         return done.stdout.split()[-1]
 
     def default_image(self, available: frozenset[str]) -> str | None:
-        """The base image if it has been built, else the host's own ``/usr``."""
-        return "base" if "base" in available else HOST
+        """The base image if it has been built, else the host's own ``/usr`` if that has been prepared."""
+        return next((name for name in ("base", HOST) if name in available), None)
 
     def launch(self, *, image: str, rootfs: Path, scratch: Path, spec: SandboxSpec, anchor: tuple[str, ...]) -> Launch:
         """See ``Runtime``."""
         size = str(spec.limits.scratch_bytes)
-        stage = None
+        stage: tuple[tuple[str, ...], ...] = QUOTAS
         if image == HOST:
             root = host_binds(rootfs, size_bytes=spec.limits.scratch_bytes)
             shm: tuple[str, ...] = ("--perms", "1777", "--size", size, "--tmpfs", "/dev/shm")
@@ -76,7 +76,8 @@ class Bubblewrap:
             *("--hostname", "sandbox", "--clearenv"),
             *root,
             *("--proc", "/proc", "--dev", "/dev", *shm),
-            *(word for path in proc_masks() for word in ("--ro-bind", path, path)),
+            *(word for source, path in proc_masks() for word in ("--ro-bind", source, path)),
+            *("--remount-ro", "/dev"),
             *("--chdir", "/", "--"),
             *anchor,
         )

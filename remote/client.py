@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import os
+import stat
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
@@ -72,8 +73,9 @@ class NodeClient:
 
         Raises:
             UsageError: If it is not an address.
-            NodeUnreachable: If nobody answers there.
+            NodeUnreachable: If nobody answers there, or there is no socket that this user may use.
         """
+        _check_socket(address)
         client = cls(address, gone=gone)
         try:
             client._socket.connect(address)
@@ -86,7 +88,7 @@ class NodeClient:
             await client.call(m.Hello(pid=pid, pid_start=start_time(pid)), m.Done, timeout_s=timeout_s)
         except DeadlineExceeded:
             await client.aclose()
-            raise NodeUnreachable(f"no node server answers at {address}") from None
+            raise NodeUnreachable(f"no node server answers at {address}; start one with `prorl-env node`") from None
         except BaseException:
             await client.aclose()
             raise
@@ -151,10 +153,13 @@ class NodeClient:
         return await self.call(m.GetStatus(), m.Status, timeout_s=timeout_s)
 
     async def aclose(self) -> None:
-        """Close the connection; calls in flight raise ``EnvClosed``. Safe to call twice."""
+        """Close the connection: calls in flight raise ``EnvClosed``, the sandboxes are stopped. Safe to call twice."""
         if self._closed:
             return
         self._closed = True
+        with contextlib.suppress(zmq.ZMQError, TimeoutError):
+            async with asyncio.timeout(0.2):
+                await self._post(m.Bye())
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -169,7 +174,7 @@ class NodeClient:
             try:
                 reply = m.decode_reply(frame)
             except ProtocolError as error:
-                self._fail_all(partial(ProtocolError, error.message))
+                self._fail(m.id_of(frame), partial(ProtocolError, error.message))
                 continue
             if reply.id == 0 and isinstance(reply.body, m.Failure):
                 # The server could not read a frame of ours, so it cannot say which: none of them may wait for ever.
@@ -178,6 +183,9 @@ class NodeClient:
             future = self._pending.get(reply.id)
             if future is not None and not future.done():
                 future.set_result(reply.body)
+            elif isinstance(reply.body, m.Started):
+                # Whoever asked for it has given up; nobody else knows of it.
+                await self._post(m.Stop(sandbox=reply.body.sandbox))
 
     async def _beat(self) -> None:
         """Let the server hear of us, and notice when it is not heard of any more."""
@@ -192,6 +200,17 @@ class NodeClient:
             if loop.time() - self._heard > _SILENCE_S:
                 self._lose(f"the node server at {self.address} has not been heard of for {_SILENCE_S:g} s")
                 return
+
+    async def _post(self, body: m.Body) -> None:
+        """Send a request whose answer nobody waits for."""
+        await self._socket.send(m.encode(m.Request(v=m.PROTOCOL_VERSION, id=next(self._ids), body=body)))
+
+    def _fail(self, request_id: int | None, make: Callable[[], ProrlError]) -> None:
+        future = self._pending.get(request_id) if request_id is not None else None
+        if future is None:
+            self._fail_all(make)
+        elif not future.done():
+            future.set_exception(make())
 
     def _server_ended(self, gone: asyncio.Future[str]) -> None:
         if not gone.cancelled():
@@ -262,6 +281,21 @@ class RemoteSandbox:
             EnvClosed, NodeUnreachable
         ):  # Then the node server has stopped it, or is gone with it.
             await self._client.call(m.Stop(sandbox=self.sandbox_id), m.Done, timeout_s=_SLACK_S)
+
+
+def _check_socket(address: str) -> None:
+    """ZeroMQ waits for a socket to appear; whoever gives a wrong path wants to know at once."""
+    if not address.startswith("ipc://"):
+        return
+    path = address.removeprefix("ipc://")
+    try:
+        is_socket = stat.S_ISSOCK(os.stat(path).st_mode)
+    except OSError as error:
+        raise NodeUnreachable(f"no node server listens at {address}: {error.strerror}") from None
+    if not is_socket:
+        raise NodeUnreachable(f"no node server listens at {address}: it is not a socket")
+    if not os.access(path, os.W_OK):
+        raise NodeUnreachable(f"the node server at {address} belongs to another user")
 
 
 def _escaped(text: str) -> bool:

@@ -8,6 +8,7 @@ and boot, that is no more. Anything without a readable lease, or of another user
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -18,7 +19,9 @@ from prorl_env.errors import SetupError
 from prorl_env.remote.processes import start_time
 from prorl_env.remote.spawner import remove_tree
 
-__all__ = ["claim_run_dir", "sweep"]
+__all__ = ["MAX_SOCKET_PATH_BYTES", "claim_run_dir", "sweep"]
+
+MAX_SOCKET_PATH_BYTES = 107
 
 _LEASE = "lease.json"
 _PREFIX = "n-"
@@ -30,20 +33,29 @@ def claim_run_dir(parent: Path) -> Path:
     Raises:
         SetupError: If ``parent`` cannot be used, e.g. since it belongs to somebody else.
     """
+    path = parent / f"{_PREFIX}{secrets.token_hex(4)}"
+    if len(os.fsencode(path / "node")) > MAX_SOCKET_PATH_BYTES:
+        raise SetupError(
+            f"The run folder's path is too long for a socket of at most {MAX_SOCKET_PATH_BYTES} bytes: {parent}.",
+            mend="Set PRORL_ENV_RUN to a short path.",
+        )
+    nascent = parent / f".{path.name}"
     try:
         parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         facts = parent.lstat()
         if facts.st_uid != os.getuid() or not stat.S_ISDIR(facts.st_mode):
             raise SetupError(f"{parent} belongs to somebody else.", mend="Set PRORL_ENV_RUN to a folder of yours.")
         parent.chmod(0o700)
-        path = parent / f"{_PREFIX}{secrets.token_hex(4)}"
         # The lease is there before the directory has its name: the janitor never sees one without.
-        nascent = parent / f".{path.name}"
         nascent.mkdir(mode=0o700)
         (nascent / _LEASE).write_text(json.dumps(_identity(os.getpid())))
         nascent.rename(path)
     except OSError as error:
-        raise SetupError(f"cannot make a run directory: {error}.", mend="Set PRORL_ENV_RUN to a short path.") from None
+        remove_tree(str(nascent))
+        mend = "Free some space" if error.errno == errno.ENOSPC else "Make it a folder that you may write to"
+        raise SetupError(
+            f"Cannot make a run folder in {parent}: {error.strerror}.", mend=f"{mend}, or set PRORL_ENV_RUN to another."
+        ) from None
     return path
 
 

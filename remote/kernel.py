@@ -13,12 +13,14 @@ import json
 import os
 import re
 import signal
+import stat
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
+import zmq
 from jupyter_client.asynchronous.client import AsyncKernelClient
 from jupyter_client.connect import KernelConnectionInfo
 from jupyter_client.kernelspec import KernelSpec
@@ -41,6 +43,8 @@ _ENTRY_POINT = EntryPoint(
 )
 _START_TIMEOUT_S = 30.0
 _LOG_BYTES = 8192
+_MAX_OUTPUTS, _MAX_MIMES = 1000, 100
+_MAX_MESSAGE_BYTES, _MAX_QUEUED = 8 * 1024 * 1024, 100
 _INTERRUPT_GRACE_S = 2.0
 _COLOUR = re.compile(r"\x1b\[[0-9;:?]*[ -/]*[@-~]")
 _SIGNAL_HINTS = {signal.SIGKILL: " (often: out of memory)", signal.SIGSEGV: " (segmentation fault)"}
@@ -107,8 +111,8 @@ class KernelSession:
         cwd: Where it starts.
         write_file: Writes a file in the sandbox: ``write_file(path, data, mode)``.
         private: A folder that the sandbox cannot see.
-        outside: The folder for sockets as the host sees it …
-        inside: … and as the sandbox does. It is the agent's to change: nothing is opened there but sockets.
+        outside: A descriptor of the folder for sockets …
+        inside: … and where the sandbox sees it. What is in there is the agent's to change.
         output_chars: Characters of text kept of one cell.
     """
 
@@ -120,7 +124,7 @@ class KernelSession:
         env: Mapping[str, str],
         cwd: str,
         private: Path,
-        outside: str,
+        outside: int,
         inside: str,
         output_chars: int,
     ) -> None:
@@ -138,6 +142,7 @@ class KernelSession:
         self._client: AsyncKernelClient | None = None
         self._child: Child | None = None
         self._log: Drain | None = None
+        self._pinned: list[int] = []
 
     async def run(self, code: str, *, timeout_s: float) -> CellResult:
         """Run one cell; see ``Sandbox.run_cell``."""
@@ -171,7 +176,7 @@ class KernelSession:
         """Kill the kernel and close its sockets. Safe to call twice."""
         child, self._child = self._child, None
         client, self._client = self._client, None
-        self._manager = None
+        manager, self._manager = self._manager, None
         if child is not None:
             child.kill()
         if self._log is not None:
@@ -179,6 +184,10 @@ class KernelSession:
         if client is not None:
             client.stop_channels()
             client.context.destroy(linger=0)
+        if manager is not None:
+            manager.context.destroy(linger=0)
+        while self._pinned:
+            os.close(self._pinned.pop())
 
     async def _start(self) -> None:
         self._generation += 1
@@ -189,7 +198,7 @@ class KernelSession:
             metadata={"kernel_provisioner": {"provisioner_name": _ENTRY_POINT.name}},
         )
         manager = AsyncKernelManager(
-            transport="ipc", ip=f"{self._outside}/{name}", connection_file=str(self._private / f"{name}.json")
+            transport="ipc", ip=str(self._private / name), connection_file=str(self._private / f"{name}.json")
         )
         manager._kernel_spec = spec
         # Also where the package is not installed but on PYTHONPATH, so that nobody has read its entry points.
@@ -211,9 +220,38 @@ class KernelSession:
         self._manager = manager
         assert isinstance(manager.provisioner, SandboxProvisioner)
         self._child = manager.provisioner.child
+        await self._pin_sockets(name)
         self._client = client = manager.client()
+        # A kernel that shows more than this, or when nobody listens, is cut off instead of filling the node server.
+        client.context.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
+        client.context.setsockopt(zmq.RCVHWM, _MAX_QUEUED)
         client.start_channels()
         await self._until_ready(client)
+
+    async def _pin_sockets(self, name: str) -> None:
+        """Wait for the kernel's sockets and hold on to them, under names of our own.
+
+        Opened without following links and used through the descriptors, they stay those of the kernel: a link that the
+        agent puts in their place would be followed on the host, to a socket of somebody else's.
+        """
+        assert self._child is not None
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        for channel in range(1, 6):
+            while True:
+                with contextlib.suppress(OSError):
+                    fd = os.open(f"{name}-{channel}", os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._outside)
+                    self._pinned.append(fd)
+                    if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+                        self.close()
+                        raise SessionDied("the IPython kernel did not start: there is something else than its socket")
+                    os.symlink(f"/proc/self/fd/{fd}", self._private / f"{name}-{channel}")
+                    break
+                if not self._child.alive or time.monotonic() > deadline:
+                    self.close()
+                    raise SessionDied(
+                        f"the IPython kernel did not start: {self._last_words() or 'it opened no sockets'}"
+                    )
+                await asyncio.sleep(0.01)
 
     async def _spawn_kernel(self, argv: list[str], env: Mapping[str, str]) -> Child:
         log_out, log_in = os.pipe()
@@ -262,14 +300,16 @@ class _Cell:
         self._output_chars = output_chars
         self._outputs: list[dict[str, str]] = []
         self._size = 0
+        self._lost = 0
         self._status = "ok"
         self._restarted_before = restarted_before
+        self._nonsense = ""
 
     async def result(self) -> CellResult:
         began = time.monotonic()
         # Without stop_on_error=False a kernel skips what comes right after a cell that raised, and says nothing.
         message_id = self._client.execute(self._code, allow_stdin=False, stop_on_error=False)
-        listening = asyncio.ensure_future(self._listen(message_id))
+        listening = asyncio.ensure_future(self._listen_warily(message_id))
         dead = asyncio.shield(self._child.exit_code)
         cause, restarted = "", False
         try:
@@ -280,10 +320,15 @@ class _Cell:
                 restarted = not await self._interrupt(listening, dead)
                 if restarted:
                     cause += "; it ignored the interrupt, so the kernel was restarted and its variables are lost"
-            if not self._child.alive and not listening.done():
+            if not restarted and not self._child.alive and not listening.done():
                 # What it printed last may still be under way.
                 await first_of(listening, timeout_s=0.05)
-            if not self._child.alive:
+            if self._nonsense:
+                # Only what runs inside can do that. It is the agent's doing and its loss.
+                self._child.kill()
+                self._status, restarted = "died", True
+                cause = f"{self._nonsense}; it was restarted and its variables are lost"
+            elif not restarted and not self._child.alive:
                 self._status, restarted = "died", True
                 cause = _death(self._child.exit_code.result()) + "; a new one was started and its variables are lost"
         finally:
@@ -291,6 +336,7 @@ class _Cell:
             with contextlib.suppress(asyncio.CancelledError):
                 await listening
         text, omitted = clip_text(_as_text(self._outputs), self._output_chars)
+        omitted += self._lost
         return CellResult(
             status=self._status,
             outputs=tuple(self._outputs),
@@ -310,6 +356,12 @@ class _Cell:
         self._child.kill(signal.SIGKILL)
         await first_of(dead, timeout_s=2.0)
         return False
+
+    async def _listen_warily(self, message_id: str) -> None:
+        try:
+            await self._listen(message_id)
+        except Exception as error:  # Anything at all can be wrong with a message that an agent has made.
+            self._nonsense = f"the kernel sent something that is no message ({type(error).__name__})"
 
     async def _listen(self, message_id: str) -> None:
         """Collect what the cell shows until the kernel says that it is idle again."""
@@ -337,9 +389,19 @@ class _Cell:
                     pass
 
     def _add(self, output: dict[str, str]) -> None:
+        output = {str(key): str(value) for key, value in output.items()}
+        last = self._outputs[-1] if self._outputs else None
+        if last is not None and output["type"] == last["type"] == "stream" and output["name"] == last["name"]:
+            if len(last["text"]) < 4 * self._output_chars:
+                last["text"] += output["text"]
+            else:  # The tail is what is worth having, and the rest is counted.
+                joined = last["text"] + output["text"]
+                last["text"] = joined[: self._output_chars] + joined[-self._output_chars :]
+                self._lost += len(joined) - len(last["text"])
+            return
+        # Bounded: a cell that shows things without end must not fill the node server.
         self._size += sum(map(len, output.values()))
-        # Bounded: a cell that prints without end must not fill the node server. Errors always fit.
-        if self._size <= 64 * self._output_chars or output["type"] == "error":
+        if len(self._outputs) < _MAX_OUTPUTS and len(output) <= _MAX_MIMES and self._size <= 64 * self._output_chars:
             self._outputs.append(output)
 
 

@@ -32,7 +32,8 @@ T = TypeVar("T")
 # open. Before that it execs itself with an empty environment, which else would tell of the host (APPTAINER_… in
 # /proc/1/environ).
 _ANCHOR = (
-    'mkdir -p -- "$1" "$2" "$3" /tmp && chmod 1777 /tmp /dev/shm && chmod 700 "$3" && echo ready '
+    'mkdir -p -- "$1" "$2" "$3" /tmp && { [ -k /tmp ] || chmod 1777 /tmp; } && chmod 1777 /dev/shm '
+    '&& chmod 700 "$3" && echo ready '
     '&& exec >/dev/null 2>&1 && trap "" HUP INT TERM QUIT && while IFS= read -r _; do :; done'
 )
 _CLEAR = 'PATH=/usr/sbin:/usr/bin:/sbin:/bin; export PATH; exec -c /bin/bash -c "PATH=$PATH; $0" anchor "$@"'
@@ -69,6 +70,7 @@ class LocalSandbox:
         self._outer: Child | None = None
         self._init_pid = -1
         self._init_pidfd = -1
+        self._io_fd = -1
         self._keep_alive = -1
         self._shells: dict[str, BashSession] = {}
         self._kernels: dict[str, Any] = {}
@@ -138,8 +140,7 @@ class LocalSandbox:
                 cwd=self.spec.workdir,
                 write_file=self._write,
                 private=self._scratch,
-                # The folder as the host sees it, through the root of the sandbox's first process.
-                outside=f"/proc/{self._init_pid}/root{IO_DIR}",
+                outside=self._io_fd,
                 inside=IO_DIR,
                 output_chars=self.spec.limits.output_bytes,
             )
@@ -203,6 +204,10 @@ class LocalSandbox:
             if init is None:
                 raise SandboxStartFailed(f"{self.runtime}: the sandbox has no process namespace of its own")
             self._init_pid, self._init_pidfd = init, os.pidfd_open(init)
+            # Through the root of the sandbox's first process, before anything of the agent's has run.
+            self._io_fd = os.open(
+                f"/proc/{init}/root{IO_DIR}", os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+            )
         finally:
             for fd in (stdin_out, ready_in, ready_out, log):
                 if fd != -1:
@@ -247,6 +252,9 @@ class LocalSandbox:
                 left += [describe(pid) for pid in (self._init_pid, *descendants(self._init_pid))]
             os.close(self._init_pidfd)
             self._init_pidfd = -1
+        if self._io_fd != -1:
+            os.close(self._io_fd)
+            self._io_fd = -1
         await asyncio.to_thread(remove_tree, str(self._scratch))
         if self._scratch.exists():
             left.append(str(self._scratch))

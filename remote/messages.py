@@ -25,6 +25,7 @@ __all__ = [
     "decode_reply",
     "decode_request",
     "encode",
+    "id_of",
 ]
 
 PROTOCOL_VERSION = 1
@@ -41,6 +42,10 @@ class Hello(msgspec.Struct, tag="hello", frozen=True, kw_only=True):
 
 class Ping(msgspec.Struct, tag="ping", frozen=True):
     """Nothing; shows that both sides live."""
+
+
+class Bye(msgspec.Struct, tag="bye", frozen=True):
+    """The client is going: stop everything of its. Answered by ``Done``, which it may not wait for."""
 
 
 class Start(msgspec.Struct, tag="start", frozen=True, kw_only=True):
@@ -109,7 +114,7 @@ class GetStatus(msgspec.Struct, tag="status", frozen=True):
     """Answered by ``Status``."""
 
 
-Body = Hello | Ping | Start | Exec | RunBash | RunCell | ReadFile | WriteFile | Stop | GetStatus
+Body = Hello | Ping | Bye | Start | Exec | RunBash | RunCell | ReadFile | WriteFile | Stop | GetStatus
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -216,6 +221,21 @@ def decode_reply(frame: bytes | memoryview) -> Reply:
         ProtocolError: If it is anything else than a valid reply of this protocol version.
     """
     return _decode(frame, Reply)
+
+
+def id_of(frame: bytes | memoryview) -> int | None:
+    """The id of a reply that cannot be read as a whole, if it can be told: so that it costs one call, not all."""
+    unpacker = msgpack.Unpacker(max_buffer_size=0, raw=True)
+    try:
+        unpacker.feed(frame)
+        for _ in range(unpacker.read_map_header()):
+            if unpacker.unpack() == b"id":
+                found = unpacker.unpack()
+                return found if isinstance(found, int) else None
+            unpacker.skip()
+    except Exception:  # Whatever is wrong with the frame, there is no id to be had.
+        return None
+    return None
 
 
 _M = TypeVar("_M", Request, Reply)

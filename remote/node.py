@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable
@@ -31,6 +32,9 @@ async def run_node(
         ConfigError: See ``NodeServer``.
         SetupError: If the run directory cannot be made.
     """
+    # Each sandbox takes a handful of descriptors; the usual soft limit is far below the hard one.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     loop = asyncio.get_running_loop()
     async with NodeServer(paths, address=address) as server:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -12,6 +12,8 @@ import contextlib
 import itertools
 import os
 import secrets
+import socket
+import stat
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,10 +26,10 @@ from prorl_env.config import Paths
 from prorl_env.errors import ConfigError, ProrlError, ProtocolError, SandboxDied, to_wire
 from prorl_env.remote import messages as m
 from prorl_env.remote.images import ImageStore
-from prorl_env.remote.janitor import claim_run_dir, sweep
+from prorl_env.remote.janitor import MAX_SOCKET_PATH_BYTES, claim_run_dir, sweep
 from prorl_env.remote.local import LocalSandbox
 from prorl_env.remote.processes import start_time
-from prorl_env.remote.runtimes import Runtime, choose_runtime
+from prorl_env.remote.runtimes import choose
 from prorl_env.remote.spawn import Spawner
 from prorl_env.remote.spawner import remove_tree
 from prorl_env.remote.waiting import first_of
@@ -35,7 +37,9 @@ from prorl_env.remote.waiting import first_of
 __all__ = ["NodeServer"]
 
 SILENCE_S = 30.0
-"""A client of which nothing has been heard for so long is taken for dead."""
+"""A client elsewhere of which nothing has been heard for so long is taken for dead."""
+LOCAL_SILENCE_S = 300.0
+"""The same for one whose process is known to live: it may be stopped, or busy."""
 
 
 @dataclass(slots=True, eq=False)
@@ -76,8 +80,9 @@ class NodeServer:
         self._started = 0
         self._bad_frames = 0
         self._stop = asyncio.Event()
-        self._runtimes: dict[str, Runtime] = {}
         self.address = ""
+        self._inode = -1
+        self._dropping: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> NodeServer:
         sweep(self._paths.run)
@@ -89,15 +94,22 @@ class NodeServer:
         self._socket.setsockopt(zmq.MAXMSGSIZE, m.MAX_FRAME_BYTES)
         self._socket.setsockopt(zmq.SNDHWM, 10_000)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
+        address = self._wanted or f"ipc://{self._run_dir}/node"
         try:
-            self._socket.bind(self._wanted or f"ipc://{self._run_dir}/node")
-        except zmq.ZMQError as error:
+            if address.startswith("ipc://"):
+                _clear_the_way(address.removeprefix("ipc://"))
+            self._socket.bind(address)
+        except (zmq.ZMQError, ConfigError) as error:
             self._context.destroy(linger=0)
-            self._spawner.close()
-            raise ConfigError(f"cannot listen at {self._wanted}: {error}") from None
+            await asyncio.to_thread(self._spawner.close)
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"cannot listen at {address}: {error.strerror}") from None
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         if self.address.startswith("ipc://"):
-            os.chmod(self.address.removeprefix("ipc://"), 0o600)
+            path = self.address.removeprefix("ipc://")
+            os.chmod(path, 0o600)
+            self._inode = os.lstat(path).st_ino
         if self._on_bound is not None:
             self._on_bound(self.address)
         return self
@@ -106,8 +118,10 @@ class NodeServer:
         await asyncio.gather(*(self._drop(client) for client in list(self._clients.values())), return_exceptions=True)
         self._context.destroy(linger=200)
         if self.address.startswith("ipc://"):
+            path = self.address.removeprefix("ipc://")
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(self.address.removeprefix("ipc://"))
+                if os.lstat(path).st_ino == self._inode:  # Another server may have taken the place.
+                    os.unlink(path)
         await asyncio.to_thread(self._spawner.close)
         remove_tree(str(self._run_dir))
 
@@ -162,7 +176,9 @@ class NodeServer:
     async def _reply(self, identity: bytes, request_id: int, body: m.Answer) -> None:
         try:
             frame = m.encode(m.Reply(v=m.PROTOCOL_VERSION, id=request_id, body=body))
-        except ProtocolError as error:
+            if isinstance(body, m.CellDone):
+                m.decode_reply(frame)  # Made of what a kernel sent: the client must be able to read it.
+        except Exception as error:
             frame = m.encode(m.Reply(v=m.PROTOCOL_VERSION, id=request_id, body=_failure(error)))
         with contextlib.suppress(zmq.ZMQError):  # The client is gone.
             await self._socket.send_multipart([identity, frame])
@@ -202,16 +218,14 @@ class NodeServer:
                 return m.Done()
             case m.Ping():
                 return m.Done()
+            case m.Bye():
+                self._drop_later(client)
+                return m.Done()
             case m.GetStatus():
                 return self._status()
 
     async def _start(self, client: _Client, body: m.Start) -> m.Started:
-        runtime = self._runtimes.get(body.runtime)
-        if runtime is None:
-            runtime = self._runtimes[body.runtime] = choose_runtime(body.runtime)
-        image = body.spec.image
-        if image == "auto":
-            image = runtime.default_image(self._images.names()) or "base"
+        runtime, image = choose(body.runtime, body.spec.image, self._images.names())
         rootfs = self._images.resolve(image)
         sandbox_id = f"s{next(self._ids)}-{secrets.token_hex(3)}"
         box = await LocalSandbox.start(
@@ -264,12 +278,15 @@ class NodeServer:
         while True:
             await asyncio.sleep(SILENCE_S / 10)
             now = asyncio.get_running_loop().time()
-            for client in [c for c in self._clients.values() if c.pidfd == -1 and now - c.heard > SILENCE_S]:
-                self._drop_later(client)
+            for client in list(self._clients.values()):
+                if now - client.heard > (SILENCE_S if client.pidfd == -1 else LOCAL_SILENCE_S):
+                    self._drop_later(client)
 
     def _drop_later(self, client: _Client) -> None:
         if self._clients.get(client.identity) is client:
-            self._dropping = asyncio.ensure_future(self._drop(client))
+            task = asyncio.ensure_future(self._drop(client))
+            self._dropping.add(task)
+            task.add_done_callback(self._dropping.discard)
 
     async def _drop(self, client: _Client) -> None:
         """Forget a client and everything of it."""
@@ -278,9 +295,10 @@ class NodeServer:
             asyncio.get_running_loop().remove_reader(client.pidfd)
             os.close(client.pidfd)
             client.pidfd = -1
-        for task in list(client.tasks):
+        tasks = list(client.tasks)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*client.tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(box.stop() for box in client.sandboxes.values()), return_exceptions=True)
 
 
@@ -299,13 +317,34 @@ def _failure(error: BaseException) -> m.Failure:
     return m.Failure(code=code, message=message, fields=fields)
 
 
+def _clear_the_way(path: str) -> None:
+    """Remove a dead server's socket, and nothing else: ZeroMQ would remove whatever is there."""
+    try:
+        is_socket = stat.S_ISSOCK(os.lstat(path).st_mode)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ConfigError(f"cannot listen at {path}: {error.strerror}") from None
+    if not is_socket:
+        raise ConfigError(f"{path} exists and is not a socket; choose another address")
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+        except OSError as error:
+            raise ConfigError(f"cannot listen at {path}: {error.strerror}") from None
+        else:
+            raise ConfigError(f"a server already listens at {path}; stop it, or choose another address")
+
+
 def _check_address(address: str | None) -> None:
     if address is None or address.startswith("ipc:///"):
-        if address is not None and len(address.removeprefix("ipc://").encode()) > 107:
+        if address is not None and len(address.removeprefix("ipc://").encode()) > MAX_SOCKET_PATH_BYTES:
             raise ConfigError(f"the socket path {address!r} is longer than the 107 bytes that the system allows")
         return
-    host = address.removeprefix("tcp://").rpartition(":")[0]
-    if not address.startswith("tcp://"):
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    if not address.startswith("tcp://") or not host or not port.isdigit():
         raise ConfigError(f"an address is ipc:///PATH or tcp://HOST:PORT, not {address!r}")
     if host not in ("127.0.0.1", "localhost", "[::1]"):
         raise ConfigError(

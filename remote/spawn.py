@@ -22,6 +22,8 @@ __all__ = ["Child", "Spawner"]
 
 _PROGRAM = Path(__file__).with_name("spawner.py")
 _MAX_MESSAGE = 1 << 20
+_MAX_REQUEST_BYTES = 128 * 1024
+"""Well below what a socket takes in one message by default."""
 DEFAULT_PATH = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
 
 
@@ -124,9 +126,9 @@ class Spawner:
             "limits": dict(limits or {}),
             "path": list(path),
         }
-        data = json.dumps(request).encode()
-        if len(data) > _MAX_MESSAGE:
-            raise SandboxStartFailed(f"{argv[0]}: arguments and environment are larger than {_MAX_MESSAGE} bytes")
+        data = json.dumps(request, ensure_ascii=False).encode("utf-8", "surrogatepass")
+        if len(data) > _MAX_REQUEST_BYTES:
+            raise SandboxStartFailed(f"{argv[0]}: arguments and environment have more than {_MAX_REQUEST_BYTES} bytes")
         self._starting[request_id] = future
         # Duplicates, so that the caller may close its own while the message still waits to be sent.
         self._send(data, tuple(os.dup(fds[target]) for target in targets))
@@ -138,7 +140,7 @@ class Spawner:
 
     def kill(self, pid: int, number: int) -> None:
         """Signal a child that has not been reported as ended."""
-        self._send(json.dumps({"op": "kill", "pid": pid, "signal": int(number)}).encode(), ())
+        self._send(json.dumps({"op": "kill", "id": 0, "pid": pid, "signal": int(number)}).encode(), ())
 
     def close(self) -> None:
         """Let the spawner kill all, remove the run directory and end. Safe to call twice; blocks at most 10 s."""
@@ -163,12 +165,19 @@ class Spawner:
             except BlockingIOError:
                 self._loop.add_writer(self._sock, self._flush)
                 return
-            except OSError:
+            except (BrokenPipeError, ConnectionResetError):
                 self._fail("the spawner process is gone")
+            except OSError as error:  # E.g. too many descriptors under way: a matter of this request alone.
+                self._refuse(json.loads(data)["id"], error)
             for fd in fds:
                 os.close(fd)
             self._outbox.pop(0)
         self._loop.remove_writer(self._sock)
+
+    def _refuse(self, request_id: int, error: OSError) -> None:
+        future = self._starting.pop(request_id, None)
+        if future is not None and not future.done():
+            future.set_exception(SandboxStartFailed(f"cannot ask for a process: {error.strerror}"))
 
     def _receive(self) -> None:
         for _ in range(64):
@@ -194,7 +203,8 @@ class Spawner:
             case "failed":
                 self._starting.pop(request_id).set_exception(SandboxStartFailed(message["error"]))
             case "exited":
-                self._running.pop(request_id).exit_code.set_result(message["status"])
+                if (ended := self._running.pop(request_id, None)) is not None:
+                    ended.exit_code.set_result(message["status"])
 
     def _fail(self, why: str) -> None:
         for future in self._starting.values():

@@ -32,14 +32,18 @@ import signal
 import socket
 import sys
 import termios
+import time
 from typing import Any, NoReturn
 
 MAX_MESSAGE = 1 << 20
+START_S = 3.0
+"""How long a start may take. It is the only thing that the spawner waits for."""
 NAMESPACES = {"user": 0x10000000, "mnt": 0x00020000, "pid": 0x20000000, "net": 0x40000000, "ipc": 0x08000000,
               "uts": 0x04000000, "cgroup": 0x02000000}  # fmt: skip
 CLONE_PARENT = 0x00008000
 SYS_CLONE = {"x86_64": 56, "aarch64": 220}.get(os.uname().machine)
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = 1, 4, 24, 38, 47
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER = 1, 4, 24, 36
+PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = 38, 47
 SYS_KEYCTL = {"x86_64": 250, "aarch64": 219}.get(os.uname().machine)
 SYS_CAPSET = {"x86_64": 126, "aarch64": 91}.get(os.uname().machine)
 
@@ -52,6 +56,7 @@ def main() -> None:
     sock = socket.socket(fileno=int(sys.argv[1]))
     run_dir = sys.argv[2]
     os.setsid()
+    check(libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)
     Spawner(sock, run_dir).serve()
@@ -116,6 +121,22 @@ class Spawner:
         os.close(pidfd)
         _, status = os.waitpid(pid, 0)
         self._send({"event": "exited", "id": request_id, "status": os.waitstatus_to_exitcode(status)})
+        self._end_orphans()
+
+    def _end_orphans(self) -> None:
+        """A runtime that is killed early may leave its half-made sandbox; as the subreaper we inherit it.
+
+        It is reaped like any other child, never waited for here: it may have to wait for processes that joined it.
+        """
+        known = {pid for pid, _ in self._children.values()}
+        with open(f"/proc/self/task/{os.getpid()}/children") as file:
+            pids = [int(word) for word in file.read().split()]
+        for pid in pids:
+            if pid not in known:
+                pidfd = os.pidfd_open(pid)
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                self._children[pidfd] = (pid, 0)
+                self._poll.register(pidfd, select.POLLIN)
 
     def _kill(self, pid: int, number: int) -> None:
         # Only a child that is not reaped yet: its pid is still its own.
@@ -127,11 +148,13 @@ class Spawner:
             self._sock.send(json.dumps(message).encode())
 
     def _end(self) -> None:
+        self._poll.unregister(self._sock)
+        deadline = time.monotonic() + 5.0
         for pidfd in self._children:
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-        for pidfd, (pid, _) in self._children.items():
-            select.select([pidfd], [], [], 5.0)
-            os.waitpid(pid, os.WNOHANG)
+        while self._children and time.monotonic() < deadline:
+            for fd, _ in self._poll.poll(100):
+                self._reap(fd)
         remove_tree(self._run_dir)
 
 
@@ -154,20 +177,40 @@ def start(request: dict[str, Any], fds: list[int]) -> int:
             become(request, fds, errors_out)
         join_and_clone(request, fds, errors_out)
     os.close(errors_out)
-    with os.fdopen(errors_in, "rb") as pipe:
-        said = pipe.read()
+    said, in_time = read_to_end(errors_in, START_S)
     if request["join"] is not None:
+        # The one in between has done its work, unless it hangs as well.
+        if not in_time:
+            os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        if said[:4] == b"PID ":
-            number, _, said = said[4:].partition(b"\n")
-            pid = int(number)
-            if said:
-                os.waitpid(pid, 0)
-    elif said:
+        if said[:4] != b"PID ":
+            raise OSError(said.decode(errors="replace") or "it did not get into the sandbox in time")
+        number, _, said = said[4:].partition(b"\n")
+        pid = int(number)
+    if said or not in_time:
+        os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    if said:
-        raise OSError(said.decode(errors="replace"))
+        raise OSError(said.decode(errors="replace") or "it did not start in time, or was stopped from inside")
     return pid
+
+
+def read_to_end(fd: int, seconds: float) -> tuple[bytes, bool]:
+    """What comes out of a pipe until its other ends are closed, and whether they were in time. Closes it.
+
+    A process that joins a sandbox can be stopped by those inside; nobody else may have to wait for that.
+    """
+    said, deadline = b"", time.monotonic() + seconds
+    try:
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([fd], [], [], left)[0]:
+                return said, False
+            data = os.read(fd, 4096)
+            if not data:
+                return said, True
+            said += data
+    finally:
+        os.close(fd)
 
 
 def join_and_clone(request: dict[str, Any], fds: list[int], errors_out: int) -> NoReturn:
@@ -252,8 +295,9 @@ def execute(argv: list[str], env: dict[str, str], path: list[str]) -> None:
 def set_stage(steps: list[list[str]]) -> None:
     """Become root of a new user namespace with mounts of its own, and carry out ``steps`` there.
 
-    A step is ``["mkdir", path]`` or ``["mount", source, target, type, options]``; relative paths do not tell the
-    sandbox where on the host things are. The mounts are gone with the last process that sees them.
+    A step is ``["mkdir", path]``, ``["mount", source, target, type, options]`` or ``["sysctl", name, value]``. Relative
+    paths do not tell the sandbox where on the host things are. The mounts are gone with the last process that sees
+    them.
     """
     uid, gid = os.getuid(), os.getgid()
     check(libc.unshare(NAMESPACES["user"] | NAMESPACES["mnt"]), "unshare")
@@ -263,6 +307,9 @@ def set_stage(steps: list[list[str]]) -> None:
     for step in steps:
         if step[0] == "mkdir":
             os.mkdir(step[1], 0o755)
+        elif step[0] == "sysctl":
+            with contextlib.suppress(FileNotFoundError), open(f"/proc/sys/{step[1]}", "w") as file:
+                file.write(step[2])
         else:
             _, source, target, kind, options = (word.encode() for word in step)
             check(libc.mount(source, target, kind, 0, options), f"mount {step[3]}")

@@ -46,7 +46,7 @@ def test_the_reference_policy_solves_all_and_prints_one_object_per_episode(host_
     assert len(rows) == 16
     assert {row["reward"] for row in rows} == {1.0}
     assert {row["outcome"] for row in rows} == {"ok"}
-    assert set(rows[0]) == {"task_id", "reward", "outcome", "turns", "tool_calls", "seconds"}
+    assert set(rows[0]) == {"task_id", "reward", "outcome", "turns", "tool_calls", "seconds", "detail"}
     assert {"init", "run", "eval", "policy"} <= set(rows[0]["seconds"])
     written = list(read_trajectories(tmp_path / "runs" / "ref" / "trajectories.jsonl"))
     assert {trajectory.task_id for trajectory in written} == {row["task_id"] for row in rows}

@@ -97,7 +97,7 @@ def test_unicode_batches() -> None:
     batched = batch_space(space, 3)
     assert isinstance(batched, spaces.Tuple)
     assert batched.contains(("a", "", "c"))
-    assert list(iterate(space, ("a", "b"))) == ["a", "b"]
+    assert list(iterate(batched, ("ab", "", "cde"))) == ["ab", "", "cde"]
     empty = create_empty_array(space, 2)
     assert empty == ("", "")
     assert concatenate(space, ["x", "y"], empty) == ("x", "y")

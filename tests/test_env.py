@@ -8,6 +8,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -323,6 +324,60 @@ env.close()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
     assert done.stdout.strip() == "True", done.stderr
+
+
+def test_an_environment_inherited_by_a_fork_is_the_parents(env: MathEnv) -> None:
+    code = f"""
+import gymnasium as gym, os, sys
+env = gym.make("{MATH}", runtime="bubblewrap").unwrapped; env.reset(seed=0)
+pid = os.fork()
+if pid == 0:
+    try: env.step("x")
+    except Exception as error: print(type(error).__name__, flush=True)
+    env.reset(seed=0)
+    print(env.step("\\\\boxed{{1}}")[2], flush=True)
+    env.close()
+    os._exit(0)
+os.waitpid(pid, 0)
+print(env.step("\\\\boxed{{1}}")[2])
+env.close()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert done.stdout.split() == ["ResetNeeded", "True", "True"], done.stderr
+
+
+def one() -> gym.Env[Any, Any]:
+    return gym.make(MATH, tasks=[TASK], runtime="bubblewrap")
+
+
+@pytest.mark.slow
+def test_gymnasiums_vector_environments_step_it(base_image: Path) -> None:
+    from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
+
+    for make in (SyncVectorEnv, lambda fns: AsyncVectorEnv(fns, shared_memory=False, context="spawn")):
+        envs = make([one] * 2)
+        envs.reset(seed=0)
+        _, rewards, terminated, *_ = envs.step(("\\boxed{42}", "\\boxed{7}"))
+        assert rewards.tolist() == [1.0, 0.0]
+        assert terminated.tolist() == [True, True]
+        envs.close()
+
+
+def test_closing_from_another_thread_ends_a_step_in_flight(env: MathEnv) -> None:
+    env.reset(seed=0)
+    with ThreadPoolExecutor() as threads:
+        step = threads.submit(env.step, call("execute_bash", command="echo $$ > /tmp/begun; sleep 60"))
+        assert env._episode is not None
+        sandbox = env._episode.sandbox
+        assert sandbox is not None
+        running = wait_until(
+            lambda: prorl_env.portal.portal().call(sandbox.exec(["test", "-s", "/tmp/begun"])).exit_code == 0,
+            within_s=10,
+        )
+        assert running
+        env.close()
+        with pytest.raises(EnvClosed):
+            step.result(timeout=10)
 
 
 def test_it_works_inside_a_running_event_loop(base_image: Path) -> None:

@@ -14,6 +14,7 @@ from prorl_env.remote.sandbox import BashResult, CellResult, ExecResult
 REQUESTS = [
     m.Hello(pid=1, pid_start=2),
     m.Ping(),
+    m.Bye(),
     m.Start(runtime="auto", spec=SandboxSpec(env={"A": "é"}, limits=Limits(processes=7))),
     m.Exec(sandbox="s", argv=("a", "\udcff"), stdin=bytes(range(256)), env={"A": ""}, cwd="/", timeout_s=1.5),
     m.RunBash(sandbox="s", command=b"\xff\x00", session="x"),

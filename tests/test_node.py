@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import signal
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from prorl_env.errors import (
     NodeUnreachable,
     ProtocolError,
     SandboxDied,
+    SetupError,
     UsageError,
 )
 from prorl_env.remote import messages as m
@@ -149,6 +151,67 @@ def test_an_address_in_use_is_a_clear_error(paths: Paths) -> None:
             with pytest.raises(ConfigError, match="cannot listen"):
                 async with NodeServer(paths, address=server.address):
                     pass
+
+    run(work())
+
+
+def test_a_file_in_the_way_is_left_alone(paths: Paths, short_dir: Path) -> None:
+    precious = short_dir / "precious"
+    precious.write_text("x")
+
+    async def work() -> None:
+        with pytest.raises(ConfigError, match="not a socket"):
+            async with NodeServer(paths, address=f"ipc://{precious}"):
+                pass
+
+    run(work())
+    assert precious.read_text() == "x"
+
+
+def test_a_living_servers_place_is_not_taken_and_a_dead_ones_is(paths: Paths, short_dir: Path) -> None:
+    address = f"ipc://{short_dir}/node"
+
+    async def work() -> None:
+        async with served(paths, address):
+            with pytest.raises(ConfigError, match="already listens"):
+                async with NodeServer(paths, address=address):
+                    pass
+            await (await NodeClient.connect(address)).aclose()
+        with socket.socket(socket.AF_UNIX) as dead:
+            dead.bind(str(short_dir / "node"))
+        async with served(paths, address):
+            await (await NodeClient.connect(address)).aclose()
+
+    run(work())
+
+
+def test_a_run_folder_with_too_long_a_path_is_named(paths: Paths, tmp_path: Path) -> None:
+    async def work() -> None:
+        with pytest.raises(SetupError, match="PRORL_ENV_RUN"):
+            async with NodeServer(Paths(home=paths.home, run=tmp_path / ("x" * 120))):
+                pass
+
+    run(work())
+
+
+def test_what_a_client_has_started_ends_with_its_connection_and_what_it_gave_up_as_well(
+    paths: Paths, base_image: Path
+) -> None:
+    async def work() -> None:
+        async with served(paths) as server:
+            watcher, client = await NodeClient.connect(server.address), await NodeClient.connect(server.address)
+            for delay in (0.0, 0.001, 0.005, 0.01, 0.02):
+                start = asyncio.ensure_future(client.start_sandbox(SandboxSpec(), runtime="bubblewrap"))
+                await asyncio.sleep(delay)
+                start.cancel()
+                await asyncio.gather(start, return_exceptions=True)
+            while (await watcher.status()).started < 5 or (await watcher.status()).sandboxes > 0:
+                await asyncio.sleep(0.02)
+            await client.start_sandbox(SandboxSpec(), runtime="bubblewrap")
+            await client.aclose()
+            while (await watcher.status()).sandboxes > 0:
+                await asyncio.sleep(0.02)
+            await watcher.aclose()
 
     run(work())
 

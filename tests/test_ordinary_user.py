@@ -98,4 +98,4 @@ def test_both_runtimes_keep_the_contract_and_the_process_limit(base_image: Path,
         timeout=200,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "apptainer 31\nbubblewrap 31\n"
+    assert done.stdout == "apptainer 33\nbubblewrap 33\n"

@@ -21,7 +21,7 @@ def test_every_runtime_keeps_the_contract(runtime: str) -> None:
         async with private_client() as client:
             report = await check_sandbox(lambda spec: client.start_sandbox(spec, runtime=runtime))
             report.raise_if_failed()
-            assert len(report.passed) == 31
+            assert len(report.passed) == 33
             assert (await client.status()).sandboxes == 0
 
     run(work())
@@ -39,7 +39,7 @@ def test_the_host_image_keeps_the_contract_but_for_a_writable_usr(host_image: Pa
             report = await check_sandbox(make)
             # The host's /usr is read-only there, which is why it is not for training.
             assert list(report.failed) == ["the_image_can_be_changed_freely"]
-            assert len(report.passed) == 30
+            assert len(report.passed) == 32
 
     run(work())
 

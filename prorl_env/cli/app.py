@@ -196,7 +196,10 @@ def bench(
 
 @image_app.command("build")
 def image_build(
-    name: Annotated[str, typer.Argument(help="base (debootstrap, needs root), or host (a virtual environment).")],
+    name: Annotated[
+        str,
+        typer.Argument(help="base (a small Debian with Python), or host (the host's /usr and a virtual environment)."),
+    ],
     rebuild: Annotated[bool, typer.Option(help="Build it anew even if it is there.")] = False,
 ) -> None:
     """Build an image into the store; at once done if it is there."""

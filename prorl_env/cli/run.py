@@ -92,7 +92,6 @@ def run_tasks(tasks: tuple[Task, ...], options: RunOptions) -> int:
 
     async def work() -> None:
         async with Services() as services, _policy(options, console) as policy:
-            await services.nodes.client(options.runtime)  # Nobody there: one error, not one for each episode.
             with TrajectoryWriter(folder / "trajectories.jsonl") as writer, _progress(console, len(tasks)) as progress:
                 episodes = rollout(tasks, policy, handler=handler, services=services, config=config)
                 async with contextlib.aclosing(episodes):
@@ -105,11 +104,24 @@ def run_tasks(tasks: tuple[Task, ...], options: RunOptions) -> int:
 
     try:
         asyncio.run(work())
-    finally:
-        if not done:
+    except BaseException:
+        if done:
+            _conclude(done, tasks, options, folder, console)
+        else:
             with contextlib.suppress(OSError):
                 (folder / "trajectories.jsonl").unlink(missing_ok=True)
                 folder.rmdir()
+        raise
+    _conclude(done, tasks, options, folder, console)
+    if not options.as_json:
+        console.print(_verdict(done, time.monotonic() - began))
+    return 0 if any(trajectory.reward is not None for trajectory in done) else 1
+
+
+def _conclude(
+    done: list[Trajectory], tasks: tuple[Task, ...], options: RunOptions, folder: Path, console: Console
+) -> None:
+    """Report what has been done, also when that is not all since something came in between."""
     order = {task.task_id: index for index, task in enumerate(tasks)}
     done.sort(key=lambda trajectory: order[trajectory.task_id])
     meta = {
@@ -124,9 +136,10 @@ def run_tasks(tasks: tuple[Task, ...], options: RunOptions) -> int:
     write_report(folder / "report.html", done, title=folder.name, created=created, meta=meta)
     if not options.as_json:
         console.print(_table(done))
-        console.print(_verdict(done, time.monotonic() - began))
+        for trajectory in done:
+            if trajectory.reward is None:
+                console.print(f"{trajectory.task_id}: {trajectory.detail}", markup=False)
     console.print(f"{folder / 'trajectories.jsonl'}\n{folder / 'report.html'}", highlight=False, soft_wrap=True)
-    return 0 if any(trajectory.reward is not None for trajectory in done) else 1
 
 
 def _handler(env_id: str, *, examples: bool) -> TaskHandler:
@@ -204,6 +217,7 @@ def _summary(trajectory: Trajectory) -> dict[str, object]:
         "outcome": str(trajectory.outcome),
         "turns": len(trajectory.turns),
         "tool_calls": trajectory.num_tool_calls,
+        "detail": trajectory.detail,
         "seconds": {phase: round(seconds, 4) for phase, seconds in trajectory.seconds.items()},
     }
 
