@@ -43,6 +43,7 @@ _ENTRY_POINT = EntryPoint(
 )
 _START_TIMEOUT_S = 30.0
 _LOG_BYTES = 8192
+_QUIET_S = 0.5
 _MAX_OUTPUTS, _MAX_MIMES = 1000, 100
 _MAX_MESSAGE_BYTES, _MAX_QUEUED = 8 * 1024 * 1024, 100
 _INTERRUPT_GRACE_S = 2.0
@@ -304,6 +305,7 @@ class _Cell:
         self._status = "ok"
         self._restarted_before = restarted_before
         self._nonsense = ""
+        self._seen = 0
 
     async def result(self) -> CellResult:
         began = time.monotonic()
@@ -358,15 +360,38 @@ class _Cell:
         return False
 
     async def _listen_warily(self, message_id: str) -> None:
+        """Until the kernel is idle, or has replied and shows nothing more: it drops what is too much to send."""
+        listening = asyncio.ensure_future(self._listen(message_id))
+        replied = asyncio.ensure_future(self._reply(message_id))
         try:
-            await self._listen(message_id)
+            await first_of(listening, replied)
+            seen = -1
+            while not listening.done() and seen != self._seen:
+                seen = self._seen
+                await first_of(listening, timeout_s=_QUIET_S)
+            for task in (listening, replied):
+                if task.done():
+                    task.result()
         except Exception as error:  # Anything at all can be wrong with a message that an agent has made.
             self._nonsense = f"the kernel sent something that is no message ({type(error).__name__})"
+        finally:
+            listening.cancel()
+            replied.cancel()
+            await asyncio.gather(listening, replied, return_exceptions=True)
+
+    async def _reply(self, message_id: str) -> None:
+        while True:
+            message = await self._client.get_shell_msg(timeout=None)
+            if message.get("parent_header", {}).get("msg_id") == message_id:
+                if message["content"]["status"] == "error" and self._status == "ok":
+                    self._status = "error"
+                return
 
     async def _listen(self, message_id: str) -> None:
         """Collect what the cell shows until the kernel says that it is idle again."""
         while True:
             message = await self._client.get_iopub_msg(timeout=None)
+            self._seen += 1
             if message.get("parent_header", {}).get("msg_id") != message_id:
                 continue
             content = message["content"]

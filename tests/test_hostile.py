@@ -42,6 +42,7 @@ def test_what_a_kernel_sends_cannot_harm_a_neighbour(code: str, base_image: Path
             result = await evil.run_cell(KERNEL + code, timeout_s=30)
             assert isinstance(result, CellResult)
             assert len(result.outputs) <= 1000
+            assert result.status != "timeout"
             assert len(result.text) <= evil.spec.limits.output_bytes
             assert (await waiting).output == b"fine\n"
             assert (await evil.run_cell("1 + 1")).text == "2\n"

@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import resource
 import shutil
 import sys
 import tempfile
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.filesize import decimal
+from rich.markup import escape
 from rich.table import Table
 
 from prorl_env.config import Limits, Paths, SandboxSpec
@@ -30,6 +32,7 @@ from prorl_env.remote.sandbox import Sandbox
 __all__ = ["Finding", "State", "diagnose", "examine"]
 
 MIB = 1024 * 1024
+_DESCRIPTORS = 4096
 _LOW_DISK = 5 * 1024 * MIB
 _EXTRAS = {"transformers": ("torch", "transformers"), "notebook": ("ipykernel", "nbclient")}
 _SPEC = SandboxSpec(
@@ -64,11 +67,13 @@ def diagnose(paths: Paths, *, as_json: bool) -> int:
         for finding in findings:
             print(json.dumps(asdict(finding)))
     else:
-        table = Table("what", "state", "found", "mend", box=None, pad_edge=False, show_lines=False)
+        table = Table(box=None, pad_edge=False)
+        for column in ("what", "state", "found", "mend"):
+            table.add_column(column, overflow="fold")
         colours = {State.OK: "green", State.DEGRADED: "yellow", State.MISSING: "red"}
         for finding in findings:
             state = f"[{colours[finding.state]}]{finding.state}[/]"
-            table.add_row(finding.subject, state, finding.detail, finding.mend)
+            table.add_row(finding.subject, state, escape(finding.detail), escape(finding.mend))
         Console().print(table)
     working = [f for f in findings if f.subject.endswith(" sandbox") and f.state is State.OK]
     return 0 if working else 1
@@ -84,6 +89,7 @@ async def examine(paths: Paths) -> AsyncIterator[Finding]:
     yield _user_namespaces()
     for name in ("apptainer", "bubblewrap"):
         yield _program(name)
+    yield _descriptors()
     yield await _overlay()
     nodes = Nodes()
     try:
@@ -132,6 +138,14 @@ def _find(name: str) -> Runtime:
     if name == "apptainer" and shutil.which("apptainer") is None and shutil.which("singularity") is not None:
         name = "singularity"
     return choose_runtime(name)
+
+
+def _descriptors() -> Finding:
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most >= _DESCRIPTORS:
+        return Finding("open files", State.OK, f"up to {most}")
+    mend = f"Raise the hard limit (`ulimit -Hn`) to {_DESCRIPTORS}; each sandbox takes about ten."
+    return Finding("open files", State.DEGRADED, f"only {most}", mend)
 
 
 async def _overlay() -> Finding:
@@ -261,6 +275,9 @@ def _disks(paths: Paths) -> Iterator[Finding]:
     for name, path, variable in (("images", paths.home, "PRORL_ENV_HOME"), ("run files", paths.run, "PRORL_ENV_RUN")):
         there = next(parent for parent in (path, *path.parents) if parent.exists())
         free = shutil.disk_usage(there).free
+        if not os.access(there, os.W_OK):
+            yield Finding(f"disk for {name}", State.MISSING, f"{there} cannot be written to", f"Set {variable}.")
+            continue
         low = free < _LOW_DISK
         mend = f"Free some, or set {variable} to another disk." if low else ""
         state = State.DEGRADED if low else State.OK
