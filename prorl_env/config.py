@@ -65,8 +65,6 @@ class Timeouts:
     """All of RUN, without the time the policy takes."""
     eval_s: float = 60.0
     """EVAL."""
-    stop_s: float = 5.0
-    """Until a sandbox has to be gone."""
 
     def __post_init__(self) -> None:
         _positive(self, *self.__slots__)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 from prorl_env.config import SandboxSpec
 from prorl_env.errors import RuntimeUnavailable, UsageError
 from prorl_env.remote.hostroot import HOST
-from prorl_env.remote.runtimes import Launch, missing_folders, overlay_stage, proc_masks
+from prorl_env.remote.runtimes import Launch, missing_folders, overlay_stage, proc_masks, program_version
 
 __all__ = ["Apptainer"]
 
@@ -39,11 +38,7 @@ class Apptainer:
 
     def version(self) -> str:
         """See ``Runtime``."""
-        try:
-            done = subprocess.run([self.program, "--version"], capture_output=True, text=True, timeout=10, check=True)
-        except (OSError, subprocess.SubprocessError) as error:
-            raise RuntimeUnavailable(f"{self.program} does not run: {error}.", mend="Run `prorl-env doctor`.") from None
-        return done.stdout.split()[-1]
+        return program_version(self.program)
 
     def default_image(self, available: frozenset[str]) -> str | None:
         """The base image."""

@@ -1,16 +1,15 @@
-"""The bubblewrap runtime: one small static program, no daemon, no image format, about 15 ms to a running sandbox."""
+"""The bubblewrap runtime: one small program, no daemon, no image format, quick to start."""
 
 from __future__ import annotations
 
 import shutil
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 from prorl_env.config import SandboxSpec
 from prorl_env.errors import RuntimeUnavailable
 from prorl_env.remote.hostroot import HOST, host_binds
-from prorl_env.remote.runtimes import QUOTAS, Launch, overlay_stage, proc_masks
+from prorl_env.remote.runtimes import QUOTAS, Launch, overlay_stage, proc_masks, program_version
 
 __all__ = ["Bubblewrap"]
 
@@ -41,11 +40,7 @@ class Bubblewrap:
 
     def version(self) -> str:
         """See ``Runtime``."""
-        try:
-            done = subprocess.run([self.program, "--version"], capture_output=True, text=True, timeout=10, check=True)
-        except (OSError, subprocess.SubprocessError) as error:
-            raise RuntimeUnavailable(f"{self.program} does not run: {error}.", mend="Run `prorl-env doctor`.") from None
-        return done.stdout.split()[-1]
+        return program_version(self.program)
 
     def default_image(self, available: frozenset[str]) -> str | None:
         """The base image if it has been built, else the host's own ``/usr`` if that has been prepared."""

@@ -39,11 +39,6 @@ class HeadTail:
         excess = max(0, len(tail) - self._tail_limit)
         return bytes(self._head) + tail[excess:], self._dropped + excess
 
-    def split(self) -> tuple[bytes, bytes, int]:
-        """``(head, tail, bytes left out between them)``."""
-        kept, omitted = self.result()
-        return kept[: len(self._head)], kept[len(self._head) :], omitted
-
 
 def clip_text(text: str, limit: int) -> tuple[str, int]:
     """The head and tail of a text within ``limit`` characters, and how many characters were left out."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ __all__ = [
     "missing_folders",
     "overlay_stage",
     "proc_masks",
+    "program_version",
 ]
 
 IO_DIR = "/run/prorl"
@@ -117,6 +119,19 @@ def missing_folders(rootfs: Path, wanted: tuple[str, ...], *, below: str) -> tup
             if not (rootfs / part).is_dir() and f"{below}/{part}" not in missing:
                 missing.append(f"{below}/{part}")
     return tuple(missing)
+
+
+def program_version(program: str) -> str:
+    """The last word of what a program answers to ``--version``.
+
+    Raises:
+        RuntimeUnavailable: If it does not run.
+    """
+    try:
+        done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise RuntimeUnavailable(f"{program} does not run: {error}.", mend="Run `prorl-env doctor`.") from None
+    return done.stdout.split()[-1]
 
 
 def proc_masks() -> tuple[tuple[str, str], ...]:

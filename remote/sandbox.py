@@ -156,6 +156,6 @@ class Sandbox(Protocol):
         """Kill everything in the sandbox and remove what it left. When it returns, both are done. Safe to call twice.
 
         Raises:
-            InfraError: If something of it is still there after ``Timeouts.stop_s``.
+            InfraError: If something of it is still there after ten seconds.
         """
         ...

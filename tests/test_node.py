@@ -61,6 +61,14 @@ async def fake_server() -> AsyncIterator[tuple[zmq.asyncio.Socket, str]]:
         yield socket, f"tcp://127.0.0.1:{port}"
 
 
+async def greeted(server: zmq.asyncio.Socket, address: str) -> tuple[NodeClient, bytes]:
+    """A client that has shaken hands with the fake server, and its identity there."""
+    connecting = asyncio.ensure_future(NodeClient.connect(address))
+    identity, frame = await server.recv_multipart()
+    await server.send_multipart([identity, reply(m.decode_request(frame), m.Done())])
+    return await connecting, identity
+
+
 def reply(request: m.Request, body: m.Answer) -> bytes:
     return m.encode(m.Reply(v=m.PROTOCOL_VERSION, id=request.id, body=body))
 
@@ -229,10 +237,7 @@ def test_nobody_at_the_address(paths: Paths) -> None:
 def test_a_late_reply_is_dropped_and_never_taken_for_the_next() -> None:
     async def work() -> None:
         async with fake_server() as (server, address):
-            connecting = asyncio.ensure_future(NodeClient.connect(address))
-            identity, frame = await server.recv_multipart()
-            await server.send_multipart([identity, reply(m.decode_request(frame), m.Done())])
-            client = await connecting
+            client, identity = await greeted(server, address)
             with pytest.raises(DeadlineExceeded, match="ReadFile"):
                 await client.call(m.ReadFile(sandbox="s", path="/first", max_bytes=9), m.FileData, timeout_s=0.1)
             first = m.decode_request((await server.recv_multipart())[1])
@@ -252,10 +257,7 @@ def test_a_late_reply_is_dropped_and_never_taken_for_the_next() -> None:
 def test_the_wrong_kind_of_answer_and_garbage_are_protocol_errors() -> None:
     async def work() -> None:
         async with fake_server() as (server, address):
-            connecting = asyncio.ensure_future(NodeClient.connect(address))
-            identity, frame = await server.recv_multipart()
-            await server.send_multipart([identity, reply(m.decode_request(frame), m.Done())])
-            client = await connecting
+            client, identity = await greeted(server, address)
             for answer in (m.encode(m.Reply(v=1, id=2, body=m.FileData(data=b""))), b"garbage"):
                 call = asyncio.ensure_future(client.call(m.GetStatus(), m.Status, timeout_s=5))
                 request = m.decode_request((await server.recv_multipart())[1])
@@ -270,10 +272,7 @@ def test_the_wrong_kind_of_answer_and_garbage_are_protocol_errors() -> None:
 def test_closing_fails_what_is_in_flight_and_is_idempotent() -> None:
     async def work() -> None:
         async with fake_server() as (server, address):
-            connecting = asyncio.ensure_future(NodeClient.connect(address))
-            identity, frame = await server.recv_multipart()
-            await server.send_multipart([identity, reply(m.decode_request(frame), m.Done())])
-            client = await connecting
+            client, _ = await greeted(server, address)
             call = asyncio.ensure_future(client.call(m.GetStatus(), m.Status, timeout_s=50))
             await server.recv_multipart()
             await client.aclose()

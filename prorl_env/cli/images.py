@@ -25,7 +25,8 @@ def show_images(paths: Paths, *, as_json: bool) -> None:
                 )
             )
         return
-    table = Table("image", "digest", "size", "path", box=None, pad_edge=False)
+    table = Table("image", "digest", "size", box=None, pad_edge=False)
+    table.add_column("path", overflow="fold")
     for image in images:
         table.add_row(image.name, (image.digest or "")[:12], decimal(image.size_bytes), str(image.path))
     Console().print(
